@@ -189,8 +189,7 @@ struct HelloRequest {
   18: optional bool asks_places,
   /**
    * Those of `tables` of which this trainer sends updated rows only. One that is new, grows or lacks rows lacks them until a
-   * trainer names it in `fills`. No effect on a complete one. From a client that is no trainer: as for `complete`, those of
-   * which it has brought in all rows that a trainer sent.
+   * trainer names it in `fills`. No effect on a complete one, or from a client that is no trainer.
    */
   21: optional list<string> updated_only,
   /**

@@ -22,7 +22,6 @@ from headrace.paramserver.replica.tables.in_memory import MemoryTable
 from headrace.paramserver.replica.tables.on_disk import DiskTable
 from headrace.paramserver.snapshots.contents import SnapshotReader
 from headrace.paramserver.snapshots.directory import verify_snapshot
-from headrace.paramserver.snapshots.restore import restore_snapshot
 from headrace.paramserver.store.coalescing import coalesce
 from headrace.paramserver.store.deltas import Batch, Part
 from headrace.paramserver.store.rows import RowStore
@@ -78,7 +77,7 @@ def test_deleted_rows_are_absent_from_what_a_snapshot_becomes(tmp_path: Path) ->
     assert exported["row_id"].to_pylist() == LIVE.tolist()
     assert np.array(exported["weights"].to_pylist(), "<f4").tobytes() == expected.tobytes()
 
-    restore_snapshot(folder, tmp_path / "three", num_shards=3)
+    assert cli.main(["restore", str(folder), "--data", str(tmp_path / "three"), "--shards", "3"]) == 0
     assert _rows_of(snapshot_of(tmp_path / "three", tmp_path / "of-three")) == (LIVE.tolist(), expected.tobytes())
 
     model, table = nn.Module(), nn.Embedding(ITEMS.num_rows, ITEMS.dim)

@@ -14,12 +14,12 @@ from stored_rows import read_rows
 from torch import nn
 
 from headrace.cli import main
-from headrace.paramserver.replay.target import ReplayTarget
 from headrace.paramserver.rpc.address import parse_address
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.schemas.errors import OwnedError
 from headrace.schemas.row_records import PRESENT
 from headrace.scripts.table_io.sending import BackfillCounts, BackfillSender, RowPace, ask_server
+from headrace.scripts.table_io.server_writer import TargetServer
 from headrace.scripts.table_io.source import BackfillConfig
 from headrace.streamer import RawEmbeddingStreamer
 from headrace.streamer.delivery.first_rows import Publish
@@ -65,7 +65,7 @@ def _backfill(
 
     async def run() -> BackfillCounts:
         host, port = parse_address(server.address)
-        target = ReplayTarget(host=host, port=port)
+        target = TargetServer(host=host, port=port)
         facts = await ask_server(target)
         source = BackfillConfig(tables=("weight",), model=model).open(file, facts.tables)
         sender = BackfillSender(source, target, facts, again=again, pace=RowPace(1, sleep=run_then))

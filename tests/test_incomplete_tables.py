@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -105,7 +106,7 @@ def test_a_trainer_killed_amid_its_first_upload_sends_the_rest_when_it_starts_ag
                 assert np.array_equal(replica.lookup("weight", ROWS), trained_weights())
     for shards in (2, 3):
         data = tmp_path / f"restored{shards}"
-        run("snapshot", "restore", snapshots / "s", "--data", data, "--shards", shards)
+        run("restore", snapshots / "s", "--data", data, "--shards", shards)
         with ServerProcess.start(data) as restored:
             assert _lacks(run, restored.address) == "incomplete"
 
@@ -341,33 +342,36 @@ def test_updated_rows_are_enough_for_a_complete_table_in_this_run_alone(
         assert _lacks(run, server.address) is None
 
 
-def test_replayed_log_leaves_incomplete_what_was(server: ServerProcess, run: CommandLine, tmp_path: Path) -> None:
-    """A replay of the whole log makes the table as it was, and a trainer that goes on there sends the rest."""
+def _logs_of(server: ServerProcess, copy: Path) -> Path:
+    """Copy a running server's logs."""
+    return Path(shutil.copytree(server.data_dir, copy, ignore=shutil.ignore_patterns("store", "snapshots")))
+
+
+def test_a_log_leaves_incomplete_what_was(server: ServerProcess, run: CommandLine, tmp_path: Path) -> None:
+    """What is made of a log lacks what its server lacked: the rest of a table that its trainer had begun to send."""
     _kill_amid_first_upload(server.address)
-    run("replay", tmp_path / "data", "--data", tmp_path / "other")
+    run("restore", _logs_of(server, tmp_path / "one"), "--data", tmp_path / "other")
     with ServerProcess.start(tmp_path / "other") as other:
         assert _lacks(run, other.address) == "incomplete"
     _start_again(server.address)
-    run("replay", tmp_path / "data", "--data", tmp_path / "third")
+    run("restore", _logs_of(server, tmp_path / "two"), "--data", tmp_path / "third")
     with ServerProcess.start(tmp_path / "third") as third:
         assert _lacks(run, third.address) is None
 
 
-@pytest.mark.parametrize(("bounds", "lacks"), [((), "updated rows only"), (("--from-step", 0), "incomplete")])
-def test_a_replayed_table_of_updated_rows_only_stays_one(
-    server: ServerProcess, run: CommandLine, tmp_path: Path, bounds: tuple[Any, ...], lacks: str
+def test_a_restored_table_of_updated_rows_only_stays_one(
+    server: ServerProcess, run: CommandLine, tmp_path: Path
 ) -> None:
-    """A replay of the whole log says what the trainer said; a part of it may lack updated rows, too."""
+    """What is made of a log says of a table what the trainer said, and a trainer goes on so."""
     model = nn.Embedding(50, 4)
     streamer, optimizer = _attached(server.address, model, publish="updated")
     with streamer:
         _train(model, optimizer, 3, 4)
-    run("replay", tmp_path / "data", "--data", tmp_path / "other", *bounds)
+    run("restore", _logs_of(server, tmp_path / "logs"), "--data", tmp_path / "other")
     with ServerProcess.start(tmp_path / "other") as other:
-        assert _lacks(run, other.address) == lacks
-        if not bounds:
-            with EmbeddingReplica(other.address, consistency="step") as replica:
-                replica.lookup("weight", np.arange(50))
-                assert (replica.hidden, replica.num_missing) == ((), {"ctr:weight": 48})
-            _attached(other.address, model)[0].close()
-            assert _lacks(run, other.address) == "updated rows only"
+        assert _lacks(run, other.address) == "updated rows only"
+        with EmbeddingReplica(other.address, consistency="step") as replica:
+            replica.lookup("weight", np.arange(50))
+            assert (replica.hidden, replica.num_missing) == ((), {"ctr:weight": 48})
+        _attached(other.address, model)[0].close()
+        assert _lacks(run, other.address) == "updated rows only"

@@ -118,7 +118,7 @@ def test_a_displaced_run_that_reconnects_ends(tmp_path: Path) -> None:
 
 
 def test_owners_are_restored_on_any_number_of_shards(server: ServerProcess, tmp_path: Path) -> None:
-    """A snapshot has the owners, and which of them have ended, whether its files or its rows are copied."""
+    """A snapshot has the owners, and which of them have ended, on as many shards or others."""
     Trainer(server, "a", model="ctr").streamer.close(flush=False)
     with Trainer(server, "c", model="cvr").streamer:
         pass
@@ -126,7 +126,7 @@ def test_owners_are_restored_on_any_number_of_shards(server: ServerProcess, tmp_
     for shards in (2, 3):
         data = tmp_path / str(shards)
         snapshot = str(server.data_dir / "snapshots" / "s")
-        assert cli.main(["snapshot", "restore", snapshot, "--data", str(data), "--shards", str(shards)]) == 0
+        assert cli.main(["restore", snapshot, "--data", str(data), "--shards", str(shards)]) == 0
         with ServerProcess.start(data) as restored:
             with pytest.raises(OwnedError, match="belongs to run 'a'"):
                 Trainer(restored, "b", model="ctr")

@@ -117,18 +117,6 @@ def test_a_table_never_loses_rows(tmp_path: Path) -> None:
         assert np.array_equal(weights, trainer.weights) and num_rows == MANY
 
 
-def test_a_log_with_a_growth_makes_the_grown_table(tmp_path: Path) -> None:
-    """Records from before the growth count, too."""
-    first, grown = Trainer(FEW), Trainer(MANY)
-    with ServerProcess.start(tmp_path / "data", shards=2) as server:
-        first.stream(server.address)
-        grown.stream(server.address)
-    assert cli.main(["replay", str(tmp_path / "data"), "--data", str(tmp_path / "target"), "--shards", "3"]) == 0
-    with ServerProcess.start(tmp_path / "target") as server:
-        weights, num_rows = read(server.address, MANY)
-        assert np.array_equal(weights, grown.weights) and num_rows == MANY
-
-
 def drop(address: str, name: str = "weight", **options: bool) -> list[str]:
     async def ask() -> list[str]:
         async with await TableAdmin.connect(address) as admin:
@@ -251,7 +239,7 @@ def test_a_restored_server_knows_drops_and_what_is_incomplete(tmp_path: Path) ->
     snapshot = str(tmp_path / "data" / "snapshots" / "s")
     for shards in (2, 3):
         data = tmp_path / f"restored{shards}"
-        assert cli.main(["snapshot", "restore", snapshot, "--data", str(data), "--shards", str(shards)]) == 0
+        assert cli.main(["restore", snapshot, "--data", str(data), "--shards", str(shards)]) == 0
         with ServerProcess.start(data) as server:
             assert lacks(server.address) == {"item:weight": "incomplete"}
             with RawEmbeddingStreamer(server.address, run="item", model="item") as streamer:
@@ -261,18 +249,3 @@ def test_a_restored_server_knows_drops_and_what_is_incomplete(tmp_path: Path) ->
             store = RowStore.open_read_only(data / f"shard-{shard:04}" / "store")
             assert Catalog(store.read_meta()).drop_epochs.keys() == {"ctr:weight"}
             store.close()
-
-
-def test_a_replay_leaves_out_what_was_dropped_later(tmp_path: Path) -> None:
-    """A log with a drop in it makes what the server had in the end: the rows that were written since."""
-    old, new = Trainer(FEW), Trainer(FEW, seed=1)
-    data, target = str(tmp_path / "data"), str(tmp_path / "target")
-    with ServerProcess.start(tmp_path / "data", shards=2) as server:
-        old.stream(server.address)
-        drop(server.address)
-    assert cli.main(["replay", data, "--data", target]) == 1, "nothing is left"
-    with ServerProcess.start(tmp_path / "data") as server:
-        new.stream(server.address)
-    assert cli.main(["replay", data, "--data", target, "--shards", "3"]) == 0
-    with ServerProcess.start(tmp_path / "target") as server:
-        assert np.array_equal(read(server.address, FEW)[0], new.weights)

@@ -18,7 +18,7 @@ from headrace.schemas.errors import ConfigError, CorruptionError
 from headrace.schemas.idl import idl
 from headrace.schemas.messages import decode_header, decode_struct
 
-__all__ = ["PointFinder", "RestorePoint", "StepPoint", "common_point"]
+__all__ = ["PointFinder", "RestorePoint", "StepPoint", "choose_point"]
 
 _SEQ_OR_STEP = re.compile(r"(seq|step)=(\d{1,18})")
 
@@ -129,14 +129,24 @@ class PointFinder:
             self.points[epoch, step] = StepPoint(epoch=epoch, step=step, seq=seq, time_us=time_us, is_exact=is_exact)
 
 
-def common_point(wanted: RestorePoint, shards: Sequence[Mapping[tuple[int, int], StepPoint]]) -> tuple[int, int] | None:
-    """Return (epoch, step) of the last point at or before a step or a time that every shard has; None without one."""
+def choose_point(
+    wanted: RestorePoint, shards: Sequence[Mapping[tuple[int, int], StepPoint]], where: str
+) -> list[StepPoint]:
+    """Return where each shard has the last step at or before a step or a time that every shard has.
+
+    Raises:
+        ConfigError: There is none in the logs, which are at `where`.
+    """
     common = set(shards[0]).intersection(*shards[1:])
     if wanted.step is not None:
-        return max((key for key in common if key[1] <= wanted.step), default=None)
-    assert wanted.time_us is not None
-    times = {key: max(points[key].time_us for points in shards) for key in common}
-    return max((key for key, time_us in times.items() if time_us <= wanted.time_us), default=None)
+        early = [key for key in common if key[1] <= wanted.step]
+    else:
+        assert wanted.time_us is not None
+        early = [key for key in common if max(points[key].time_us for points in shards) <= wanted.time_us]
+    if not early:
+        oldest = "the oldest is step {1} of epoch {0}".format(*min(common)) if common else "there is none"
+        raise ConfigError(f"--at {wanted}: {where} has no step by then that all shards have; {oldest}")
+    return [points[max(early)] for points in shards]
 
 
 def _request_of(record: LogRecord) -> Any:

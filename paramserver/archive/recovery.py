@@ -7,23 +7,26 @@ lacks what they had acked. It begins a new mark, skips 1,000 epochs, and its fir
 A whole server, the shards of a cluster's node, or single shards are restored alike:
 
     .NAME.recover/ready/…     while it is made; the last step is a rename
+
+Another server, with other shards or some tables only, is built of the same files, fetched beside it and removed then.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from headrace.paramserver.archive.fetched_logs import write_chain
 from headrace.paramserver.archive.objects import Piece, ShardArchive, chain_of, check_history, num_shards_of
-from headrace.paramserver.archive.points import PointFinder, RestorePoint, StepPoint, common_point
+from headrace.paramserver.archive.points import PointFinder, RestorePoint, StepPoint, choose_point
 from headrace.paramserver.config.cluster_file import ClusterFile, ClusterNode
 from headrace.paramserver.config.data_dir import Manifest, find_manifest
 from headrace.paramserver.log.claims import Claim, claims_of, note_restored
-from headrace.paramserver.log.excerpt import begin_log_at, end_log, excerpt_log_id
+from headrace.paramserver.log.excerpt import begin_log_at, end_log, excerpt_log_id, write_excerpt
 from headrace.paramserver.log.opening import LogKind, kind_of_log, open_source
 from headrace.paramserver.log.sessions import Sessions
 from headrace.paramserver.snapshots.bucket import SnapshotStore
@@ -37,12 +40,14 @@ from headrace.schemas.errors import ConfigError, CorruptionError, GoneError
 from headrace.schemas.snapshot_manifest import ShardPart, SnapshotManifest, shard_folder
 from headrace.schemas.version import MAX_EPOCH
 
-__all__ = ["RestoredShard", "has_server", "restore_server"]
+__all__ = ["NUM_SKIPPED_EPOCHS", "RestoredShard", "fetched_shards", "has_server", "num_shards_at", "restore_server"]
 
-_WORK = "recover"
+_WORK, _FETCH = "recover", "fetch"
 _STORE_CONFIG = StoreConfig(block_cache_bytes=4 << 20, max_open_files=64)
-# As for a restored snapshot: none may be given twice.
-_NUM_SKIPPED_EPOCHS = 1000
+_SEGMENTS_AT_ONCE = 4
+
+NUM_SKIPPED_EPOCHS = 1000
+"""Trainers may have taken epochs after what is restored. So many are skipped, so that none is given twice."""
 
 _Progress = Callable[[int], None]
 
@@ -135,6 +140,47 @@ def has_server(store: ObjectStore, *, cluster: ClusterFile | None = None, node: 
     return bool(server.manifests) or any(
         ShardArchive(store, shard).segments() or claims_of(store, shard) for shard in shards
     )
+
+
+def num_shards_at(store: ObjectStore) -> int:
+    """Return how many shards the server has that an object store has; raises as `restore_server`."""
+    return _find_server(store).num_shards
+
+
+@contextlib.contextmanager
+def fetched_shards(
+    store: ObjectStore,
+    target: Path,
+    *,
+    at: RestorePoint | None = None,
+    name: str | None = None,
+    on_size: Callable[[int], None] = lambda _: None,
+    on_progress: _Progress = lambda _: None,
+) -> Iterator[list[Path]]:
+    """Fetch the store and the log of each shard, beside a new directory, while the block lasts.
+
+    The store is that of a snapshot: the newest from before `at`, or that of a `name`, which has no log behind it.
+    Otherwise the log goes up to the end of the archive, or is as long as it takes to find `at`. Raises as
+    `restore_server`.
+
+    Yields:
+        A directory of each shard, with `store`, which may be empty, and `log`.
+    """
+    server = _find_server(store)
+    manifests = server.manifests if name is None else [SnapshotStore(store).manifest_of(name)]
+    num_shards = server.num_shards if name is None else len(manifests[0].parts)
+    if at is not None and at.seq is not None and num_shards != 1:
+        raise ConfigError(f"--at {at}: a seq is of one shard: give step=N or time=… for all")
+    plans = _plan(store, manifests, range(num_shards), at, with_log=name is None)
+    size_bytes = sum(plan.size_bytes for plan in plans)
+    check_room(target.parent, size_bytes, what="what is fetched")
+    on_size(size_bytes)
+    with NewDataDir(target, shards=range(num_shards), work=_FETCH) as directory:
+        places = [directory.shard_path(plan.shard) for plan in plans]
+        for plan, path in zip(plans, places, strict=True):
+            with directory.mapped_errors():
+                _fetch(store, manifests, plan, path, server.server_id, on_progress)
+        yield places
 
 
 def restore_server(
@@ -298,11 +344,16 @@ def _make_parent(data: Path) -> None:
 
 
 def _plan(
-    store: ObjectStore, manifests: Sequence[SnapshotManifest], shards: Sequence[int], at: RestorePoint | None
+    store: ObjectStore,
+    manifests: Sequence[SnapshotManifest],
+    shards: Sequence[int],
+    at: RestorePoint | None,
+    *,
+    with_log: bool = True,
 ) -> list[_Plan]:
     """Choose the newest snapshot before the point, and the archived segments that follow it."""
     archives = {shard: ShardArchive(store, shard) for shard in shards}
-    pieces = {shard: archive.pieces() for shard, archive in archives.items()}
+    pieces = {shard: archive.pieces() if with_log else [] for shard, archive in archives.items()}
     usable = [manifest for manifest in manifests if _is_before(manifest, at, shards)]
     plans = []
     for shard in shards:
@@ -381,11 +432,37 @@ def _fetch(
         name = next(m.name for m in manifests if any(part is plan.part for part in m.parts))
         SnapshotStore(store).fetch_files(name, place, on_progress=on_progress)
 
-    epoch = write_chain(plan.archive, plan.chain, log_path, last_seq=plan.last_seq, on_progress=on_progress)
+    epoch = _write_chain(plan.archive, plan.chain, log_path, last_seq=plan.last_seq, on_progress=on_progress)
     if not plan.chain:
         log_id = excerpt_log_id(server_id, plan.shard)
         begin_log_at(log_path, plan.first_seq, log_id=log_id, now_us=time.time_ns() // 1000)
     return epoch
+
+
+def _write_chain(
+    archive: ShardArchive, chain: Sequence[Piece], log_path: Path, *, last_seq: int, on_progress: _Progress
+) -> int:
+    """Fetch pieces that follow each other into a log's empty directory, up to a record; return the highest epoch.
+
+    Raises:
+        CorruptionError: An object is damaged or missing.
+        StorageError: The disk failed.
+        UnavailableError: The store is away.
+    """
+
+    def write(number: int) -> int:
+        segment = chain[number].segment
+        following = chain[number + 1].segment.first_seq - 1 if number + 1 < len(chain) else last_seq
+
+        def chunks() -> Iterator[memoryview]:
+            for chunk in archive.read(segment):
+                on_progress(len(chunk))
+                yield chunk
+
+        return write_excerpt(log_path, segment.first_seq, chunks(), last_seq=min(chain[number].last_seq, following))
+
+    with ThreadPoolExecutor(_SEGMENTS_AT_ONCE, "headrace-restore") as pool:
+        return max(pool.map(write, range(len(chain))), default=0)
 
 
 def _cut_at(at: RestorePoint, plans: Sequence[_Plan], places: Sequence[Path], where: str) -> None:
@@ -402,13 +479,8 @@ def _cut_at(at: RestorePoint, plans: Sequence[_Plan], places: Sequence[Path], wh
             for record in open_source(path / "log").read(plan.first_seq):
                 finder.take(record)
         found.append(finder.points)
-    key = common_point(at, found)
-    if key is None:
-        steps = sorted(set(found[0]).intersection(*found[1:]))
-        oldest = f"the oldest is step {steps[0][1]} of epoch {steps[0][0]}" if steps else "there is none"
-        raise ConfigError(f"--at {at}: {where} has no step by then that all shards have; {oldest}")
-    for plan, path, points in zip(plans, places, found, strict=True):
-        plan.point, plan.last_seq = points[key], points[key].seq
+    for plan, path, point in zip(plans, places, choose_point(at, found, where), strict=True):
+        plan.point, plan.last_seq = point, point.seq
         if plan.chain:
             end_log(path / "log", plan.last_seq)
 
@@ -418,7 +490,7 @@ def _settle(plan: _Plan, path: Path, server_id: str, log_epoch: int) -> None:
     store = RowStore.open(path / "store", config=_STORE_CONFIG)
     try:
         sessions = Sessions(store.read_meta())
-        epoch = max(sessions.highest_epoch, log_epoch) + _NUM_SKIPPED_EPOCHS
+        epoch = max(sessions.highest_epoch, log_epoch) + NUM_SKIPPED_EPOCHS
         meta = sessions.raise_epoch(min(epoch, MAX_EPOCH - 1))
         applied_seq = plan.first_seq - 1
         if store.applied_seq != applied_seq:

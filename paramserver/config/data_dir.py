@@ -432,7 +432,8 @@ def _read_manifest(path: Path, required_shards: int | None) -> Manifest:
     if required_shards not in (None, num_shards):
         raise ConfigError(
             f"--shards {required_shards}: {path} has {num_shards} shards, and rows stay where they were hashed to: "
-            f"leave --shards out, or make another directory with headrace snapshot restore --shards {required_shards}"
+            "leave --shards out, or make another directory: headrace restore "
+            f"{path} --data NEW --shards {required_shards}"
         )
     return Manifest(
         server_id=server_id,

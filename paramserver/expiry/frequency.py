@@ -6,7 +6,7 @@ changed, each counting `decay` as much as the next: 1 when it is first seen, the
 
     frequency = frequency × decay + (1 if its version differs from the last pass's, else 0)
 
-It is at most 1 / (1 - decay), and does not depend on how often a trainer flushes, on retries, or on replays. Nothing is
+It is at most 1 / (1 - decay), and does not depend on how often a trainer flushes, or on retries. Nothing is
 counted when rows are written, so tables without the policy cost nothing.
 
 For each row of the last complete pass, the file holds its id, a 32-bit stamp of its version and its frequency: 16

@@ -9,7 +9,7 @@ with everything accepted before, and those go of which the version is still the 
 loop in which the batch takes its place, the collected rows are left out.
 
 Expiry is a client of its own shard: run `headrace`, client `expiry`, not a trainer. Its batches are numbered and
-durable like any other, so replicas, replay, snapshots and recovery treat them alike. It keeps no state: its session, a
+durable like any other, so replicas, snapshots and recovery treat them alike. It keeps no state: its session, a
 function of the log, has its last batch's number, so numbering continues after a crash.
 """
 

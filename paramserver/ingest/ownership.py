@@ -7,8 +7,6 @@ has an epoch of its own: of two claims, every shard keeps the one with the highe
 A run keeps its tables until it has ended; a lost connection or a killed process ends nothing. A backfill gives way to
 any trainer, and to another backfill unless it is connected. It takes no table of a trainer that has not ended, nor one
 that another run has owned since it began: rows of that run are newer than its own.
-
-A replay claims no table: it fills a new server, on which nobody owns one.
 """
 
 from __future__ import annotations

@@ -300,10 +300,9 @@ class Ingest:
 
         A trainer sends all rows of the tables `fills` that are new, grow or lack rows: it has once all its ranks have
         ended a step after `after_step`. Of such tables it does not send all rows if they are `updated_only`.
-        Another client that makes tables of `fills` says in a later hello that they are `complete`, or `updated_only` if
-        no trainer has sent their other rows. What a trainer has `dropped` are dense tensors that it is about to make
-        anew. A trainer claims its tables; another client does if it `claims_tables`. With `ends_run` the client writes
-        no more.
+        Another client that makes tables of `fills` says in a later hello that they are `complete`. What a trainer has
+        `dropped` are dense tensors that it is about to make anew. A trainer claims its tables; another client does if
+        it `claims_tables`. With `ends_run` the client writes no more.
 
         The session may be ahead of that batch, because another connection of the client may have sent more meanwhile.
         Cancellation: the registration is in the log or it is not; repeating the hello is harmless.
@@ -362,8 +361,7 @@ class Ingest:
             owned = own(specs, run, epoch) if claims_tables else []
             new = {spec.fqn for spec in new_specs} - {table.spec.fqn for table in self.catalog}
             filling = self.catalog.fills_of((name for name in fills if name in new), epoch, MAX_STEP)
-            ended = self.catalog.replayed((name for name in complete if name in named), epoch)
-            lacking = self.catalog.replayed((name for name in updated_only if name in named), epoch)
+            ended = self.catalog.begun_by((name for name in complete if name in named), epoch)
         if checks_only:
             return Session(run, client, epoch, rank, world_size), 0
         known = self.sessions.find(run, client)
@@ -616,7 +614,7 @@ def _told(error: HeadraceError) -> str:
 
 
 def _batch_header(request: Any) -> dict[str, Any]:
-    """Return what replay and inspection need of a record without decoding its body. ON DISK: never rename."""
+    """Return what restores and inspection need of a record without decoding its body. ON DISK: never rename."""
     return {
         "kind": KIND_BATCH,
         "run": request.run,

@@ -16,7 +16,7 @@ from headrace.schemas.errors import CorruptionError, HeadraceError, RequestError
 from headrace.schemas.idl import idl
 from headrace.schemas.messages import decode_header, decode_struct
 
-__all__ = ["CLAIM", "META_OFFER", "Offer", "ShardState", "Taker", "empty_batch"]
+__all__ = ["CLAIM", "Offer", "ShardState", "Taker", "empty_batch"]
 
 # Python objects of one unapplied delta, on top of its frame; they are most of a very small delta's memory.
 _DELTA_BYTES = 2048
@@ -28,8 +28,8 @@ Taker = Literal["standby", "follower", "server"]
 """Who may take a shard over: a standby of the log that the offer is in; a follower, whose log is another one; a new
 server in the place of this one. ON DISK: never rename."""
 
-META_OFFER = b"log/offer"
-"""In a store's metadata: seq and header of the record that `ShardState.offer` is from. ON DISK: never rename."""
+# In a store's metadata: seq and header of the record that `ShardState.offer` is from. ON DISK: never rename.
+_META_OFFER = b"log/offer"
 
 _Deltas = tuple[RowDelta, ...]
 _Release = Callable[[], None]
@@ -111,7 +111,7 @@ class ShardState:
     def __init__(self, meta: dict[bytes, bytes]) -> None:
         """Begin with what a store's metadata says; `CorruptionError` if that is unreadable."""
         self.catalog, self.sessions = Catalog(meta), Sessions(meta)
-        known = meta.get(META_OFFER)
+        known = meta.get(_META_OFFER)
         try:
             self.offer = None if known is None else Offer.of_note(*msgpack.unpackb(known))
         except (ValueError, TypeError, KeyError) as exc:
@@ -214,7 +214,7 @@ class ShardState:
         batch = empty_batch(seq)
         if offer != self.offer:
             self.offer = offer
-            batch.meta[META_OFFER] = b"" if offer is None else msgpack.packb([offer.seq, offer.to_note()])
+            batch.meta[_META_OFFER] = b"" if offer is None else msgpack.packb([offer.seq, offer.to_note()])
         return batch
 
 

@@ -52,7 +52,7 @@ class Session:
 
     Attributes:
         epoch: Highest epoch in which the client said hello.
-        world_size: Ranks of the run in that epoch; 0 for a client that is not a trainer (a replay, a backfill).
+        world_size: Ranks of the run in that epoch; 0 for a client that is not a trainer, such as a backfill.
         last_client_seq: Last batch accepted in this epoch; 0 before the first.
         step: Last step that the client ended here; -1 before the first.
         exact_step: Last step with a consistent cut; -1 before the first.

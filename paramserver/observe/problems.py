@@ -259,7 +259,7 @@ def _of_server(samples: Sequence[ShardSample]) -> Iterator[Problem]:
         is_sent = run in connected_runs
         who = "backfill" if is_backfilled else "trainer"
         again = "Run the same `headrace backfill` again; or attach a trainer, which sends all rows."
-        if not run or (is_backfilled and has_ended):  # a replay, or a backfill, had not all the rows
+        if not run or (is_backfilled and has_ended):  # a backfill had not all the rows
             again = "Attach a trainer, which sends all rows."
         elif not is_backfilled:
             again = f"Start run {run!r} again, with this model: it sends them all."

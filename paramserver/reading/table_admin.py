@@ -158,7 +158,8 @@ class TableAdmin:
         tables = {table.spec.fqn: table for table in await self.tables(with_dense=True)}
         found = TableNames(tables).find(name)
         if found is None:
-            raise UnknownTableError(f"no table {name!r} on this server; {describe_near(name, tables)}")
+            known = [each for each, table in tables.items() if not table.spec.is_dense] or tables
+            raise UnknownTableError(f"no table {name!r} on this server; {describe_near(name, known)}")
         return tables[found]
 
     async def grow(self, name: str, num_rows: int) -> TableSpec:
@@ -185,7 +186,7 @@ class TableAdmin:
     async def drop(self, names: Iterable[str], *, force: bool = False) -> list[str]:
         """Drop tables with all their rows; return their whole names.
 
-        Nothing brings a row back: no replay, and no backfill and no trainer that runs now. One that starts later may
+        Nothing brings a row back: no restore, and no backfill and no trainer that runs now. One that starts later may
         make a table of that name anew.
 
         Args:

@@ -1,1 +1,1 @@
-"""A server built aside from the rows and logs of another one with another number of shards."""
+"""A new server, built aside of the rows and logs of another one that runs, or that has left them."""

@@ -27,7 +27,7 @@ from headrace.paramserver.ingest.shard_state import ShardState
 from headrace.paramserver.log.interface import LogRecord
 from headrace.paramserver.reading.follower import ShardFollower, hold_log
 from headrace.paramserver.reading.link import Dial, ShardLink, link_all, retry
-from headrace.paramserver.reshard.new_shards import NewShards
+from headrace.paramserver.reshard.new_shards import NewShards, cut_rows
 from headrace.paramserver.rpc.address import Address, format_address, parse_address
 from headrace.paramserver.rpc.security import is_loopback
 from headrace.paramserver.snapshots.bucket import SnapshotStore
@@ -38,14 +38,12 @@ from headrace.paramserver.snapshots.remote import create_snapshot, fetch_snapsho
 from headrace.paramserver.system.event_loop import background_task, task_group
 from headrace.paramserver.system.limits import check_room
 from headrace.paramserver.system.log_lines import fact
-from headrace.paramserver.system.text import first_of
 from headrace.schemas.errors import (
     ConfigError,
     GoneError,
     HeadraceError,
     InvariantError,
     RequestError,
-    SpecMismatchError,
     UnavailableError,
 )
 from headrace.schemas.idl import idl
@@ -62,19 +60,13 @@ _SNAPSHOT_LEASE_S, _SNAPSHOT_TIMEOUT_S = 3600, 600.0
 _LOG_LEASE_S = 600.0
 _FETCH_BYTES = 8 << 20
 _WAIT_S = 1.0
-_LOOK_S, _SHOW_S, _AGAIN_S = 0.02, 10.0, 5.0
+_LOOK_S, _SHOW_S = 0.02, 10.0
 # An old server that is away for longer at the start is probably misspelt.
 _PATIENCE_S = 60.0
-# How often a snapshot is taken in which shards do not agree on tables.
-_MAX_TRIES = 5
 # What may wait to be written as the hand-over begins.
 _NEAR_BYTES = 8 << 20
 # How long the old shards wait before they ask what has become of their offers, and for how long the hand-over is tried.
 _HOLD_MS, _HAND_OVER_S = 60_000, 30.0
-
-
-class _UnequalTablesError(HeadraceError):
-    """Some shards of a snapshot know of a drop of a table that others do not know of yet."""
 
 
 async def build_server(
@@ -143,17 +135,8 @@ class _Builder:
 
     async def run(self) -> Predecessor:
         await self._abort()  # what an earlier attempt has left: nothing is published
-        num_tries = 0
-        while True:
-            num_tries += 1
-            try:
-                with tempfile.TemporaryDirectory(prefix=f".{self._target.name}.", dir=self._target.parent) as folder:
-                    return await self._build(Path(folder))
-            except _UnequalTablesError as exc:
-                if num_tries == _MAX_TRIES:
-                    raise UnavailableError(f"{exc}; if a drop was interrupted, repeat it: headrace table drop") from exc
-                fact(_log, logging.INFO, "the build takes another snapshot", why=str(exc))
-            await asyncio.sleep(_AGAIN_S)
+        with tempfile.TemporaryDirectory(prefix=f".{self._target.name}.", dir=self._target.parent) as folder:
+            return await self._build(Path(folder))
 
     async def _build(self, folder: Path) -> Predecessor:
         manifest = await self._make_snapshot()
@@ -186,8 +169,7 @@ class _Builder:
                     raise
             with builder:
                 await asyncio.to_thread(shutil.rmtree, snapshot)
-                new = NewShards(builder.directory, builder.catalog, states, num_shards=self._num_shards)
-                async with new:
+                async with NewShards(builder, states, num_shards=self._num_shards) as new:
                     return await self._take_over(followers, new)
 
     async def _make_snapshot(self) -> SnapshotManifest:
@@ -215,31 +197,16 @@ class _Builder:
 
     def _cut(self, snapshot: Path) -> tuple[StoreBuilder, list[ShardState]]:
         """Make the new stores of a snapshot's rows; return them with the state of each old shard. It blocks."""
-        try:
-            opened = SnapshotReader(snapshot)
-        except SpecMismatchError as exc:
-            raise _UnequalTablesError(str(exc)) from exc
-        with opened as reader:
+
+        def count(num_rows: int) -> None:
+            self._num_rows += num_rows
+            if self._is_stopped:
+                raise UnavailableError("the build was stopped")
+
+        with SnapshotReader(snapshot) as reader:
             states = [ShardState(store.read_meta()) for store in reader.stores]
-            drops = [state.catalog.drop_epochs for state in states]
-            if uneven := {name for known in drops for name in known if any(known[name] != o.get(name) for o in drops)}:
-                raise _UnequalTablesError(f"not all shards have dropped {first_of(sorted(uneven))}")
-            specs = [reader.tables[fqn] for fqn in sorted(reader.tables)]
-            with contextlib.ExitStack() as stack:
-                builder = StoreBuilder(self._target, num_shards=self._num_shards, specs=specs, run=_WORK, work=_WORK)
-                stack.push(builder)
-                builder.take_history(states[0].catalog)
-                for spec in specs:
-                    # As they are, not as whole rows: in each column the newest record counts, and some may be to come.
-                    for shard in reader.layouts(spec.fqn):
-                        for row_ids, records in reader.records(spec.fqn, shard):
-                            builder.add_records(spec.fqn, row_ids, records, shard)
-                            self._num_rows += row_ids.size
-                            if self._is_stopped:
-                                raise UnavailableError("the build was stopped")
-                builder.finish_stores({})
-                stack.pop_all()
-        return builder, states
+            builder = cut_rows(reader, states, self._target, num_shards=self._num_shards, work=_WORK, on_rows=count)
+            return builder, states
 
     async def _take_over(self, followers: Sequence[ShardFollower], new: NewShards) -> Predecessor:
         async with task_group() as group:

@@ -8,16 +8,18 @@ decides, and rows that other logs still have from before are left out.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack, ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Self
 
 from headrace.paramserver.ingest.shard_state import ShardState
 from headrace.paramserver.log.interface import KIND_HELLO, LogRecord, is_housekeeping
 from headrace.paramserver.log.sessions import Sessions
 from headrace.paramserver.reshard.row_split import split_rows
-from headrace.paramserver.snapshots.new_data_dir import FIRST_SEQ, NewDataDir
+from headrace.paramserver.snapshots.contents import StoreReader
+from headrace.paramserver.snapshots.new_data_dir import FIRST_SEQ, StoreBuilder
 from headrace.paramserver.store.applier import Applier, ApplierConfig
 from headrace.paramserver.store.catalog import Catalog, Table
 from headrace.paramserver.store.deltas import Batch, RowDelta
@@ -26,15 +28,57 @@ from headrace.paramserver.store.rows import RowStore
 from headrace.paramserver.system.durable import fsync_tree
 from headrace.paramserver.system.event_loop import run_in_thread_to_end
 from headrace.schemas.predecessors import Predecessor
+from headrace.schemas.version import MAX_EPOCH
 
-__all__ = ["NewShards"]
+__all__ = ["NewShards", "cut_rows"]
 
 # All stores together: what is applied before it is written, and RocksDB's memtables.
 _MAX_BACKLOG_BYTES, _WRITE_BUFFER_BYTES = 512 << 20, 64 << 20
 _CACHE_BYTES = 64 << 20
 # Python objects of one delta that waits.
 _DELTA_BYTES = 2048
-_RUN = "reshard"  # of the record with which each new log begins
+
+
+def cut_rows(
+    reader: StoreReader,
+    states: Sequence[ShardState],
+    target: Path,
+    *,
+    num_shards: int,
+    work: str,
+    is_wanted: Callable[[str], bool] = lambda _: True,
+    on_rows: Callable[[int], None] = lambda _: None,
+) -> StoreBuilder:
+    """Make the stores of a new server of the rows of an old one, for `NewShards`. It blocks.
+
+    Args:
+        reader: The rows.
+        states: The old shards, those without a store too.
+        target: The new directory.
+        num_shards: Of the new server.
+        work: See `NewDataDir`.
+        is_wanted: Returns whether a table is taken, by its name.
+        on_rows: Called with the number of rows just taken. What it raises ends the work, and nothing remains.
+
+    Raises:
+        ConfigError: The target is not empty.
+        CorruptionError: A file is damaged.
+        StorageError: A disk failed.
+    """
+    specs = [reader.tables[fqn] for fqn in sorted(reader.tables) if is_wanted(fqn)]
+    with ExitStack() as stack:
+        builder = stack.enter_context(StoreBuilder(target, num_shards=num_shards, specs=specs, run=work, work=work))
+        for state in states:
+            builder.take_history(state.catalog)
+        for spec in specs:
+            # As they are, not as whole rows: in each column the newest record counts, and some may be to come.
+            for shard in reader.layouts(spec.fqn):
+                for row_ids, records in reader.records(spec.fqn, shard):
+                    builder.add_records(spec.fqn, row_ids, records, shard)
+                    on_rows(row_ids.size)
+        builder.finish_stores({})
+        stack.pop_all()
+    return builder
 
 
 class NewShards:
@@ -46,11 +90,21 @@ class NewShards:
     """
 
     def __init__(
-        self, directory: NewDataDir, catalog: Catalog, states: Sequence[ShardState], *, num_shards: int
+        self,
+        builder: StoreBuilder,
+        states: Sequence[ShardState],
+        *,
+        num_shards: int,
+        num_skipped_epochs: int = 0,
+        is_wanted: Callable[[str], bool] = lambda _: True,
     ) -> None:
-        """Go on from stores that have `FIRST_SEQ` applied and the tables of `catalog`; `states` are the old shards'."""
+        """Go on from what `cut_rows` has made of the old shards' states, and with the same choice of tables.
+
+        `num_skipped_epochs` are those that trainers may have taken since, and no trainer takes here.
+        """
         self.num_rows, self.is_published = 0, False
-        self._directory, self._catalog, self._states, self._num_shards = directory, catalog, states, num_shards
+        self._directory, self._catalog, self._states = builder.directory, builder.catalog, states
+        self._num_shards, self._num_skipped_epochs, self._is_wanted = num_shards, num_skipped_epochs, is_wanted
         self._meta: dict[bytes, bytes] = {}
         self._stores: list[RowStore] = []
         self._appliers: list[Applier] = []
@@ -74,8 +128,8 @@ class NewShards:
     async def __aexit__(self, *exc_info: object) -> None:
         await self._stack.aclose()
 
-    def take(self, shard: int, record: LogRecord) -> None:
-        """Take the next record of an old shard's log.
+    def take(self, shard: int, record: LogRecord) -> Batch:
+        """Take the next record of an old shard's log; return its batch.
 
         Raises:
             CorruptionError: It is not the shard's next record.
@@ -93,6 +147,7 @@ class NewShards:
                     parts.setdefault(target, []).append(rows)
         for target in range(self._num_shards) if dropped else parts:
             self._submit(target, batch, parts.get(target, []), dropped)
+        return batch
 
     async def wait_below(self, max_bytes: int = _MAX_BACKLOG_BYTES) -> None:
         """Wait until at most so many bytes of rows wait to be written. Cancellation: harmless."""
@@ -114,7 +169,8 @@ class NewShards:
         self._last_seq = max(self._seqs) + 1
         meta = self._meta | self._catalog.take_from([state.catalog for state in self._states])
         sessions = Sessions.merged([state.sessions for state in self._states])
-        self._directory.open_session(sessions, _RUN)
+        sessions.raise_epoch(min(sessions.highest_epoch + self._num_skipped_epochs, MAX_EPOCH - 1))
+        self._directory.open_session(sessions, self._directory.work)
         meta |= sessions.packed()
 
         def finish(store: RowStore) -> None:
@@ -139,7 +195,7 @@ class NewShards:
 
         def publish() -> None:
             try:
-                self._directory.publish(_RUN, specs, seq=self._last_seq, predecessors=predecessors)
+                self._directory.publish(self._directory.work, specs, seq=self._last_seq, predecessors=predecessors)
             finally:  # it has been renamed, though its disk may fail just then
                 self.is_published = not self._directory.shard_path(0).exists()
 
@@ -169,7 +225,9 @@ class NewShards:
                 self._meta |= self._catalog.drop([name], epoch)
         self._meta |= self._catalog.take_history(source)
         for table in source:
-            if source.drop_epochs.get(table.spec.fqn, 0) == self._catalog.drop_epochs.get(table.spec.fqn, 0):
+            name = table.spec.fqn
+            is_same = source.drop_epochs.get(name, 0) == self._catalog.drop_epochs.get(name, 0)
+            if is_same and self._is_wanted(name):
                 self._meta |= self._catalog.take_table(table)
         return tuple(dropped)
 

@@ -1,1 +1,1 @@
-"""Snapshots: cut, copied, published, fetched, read and restored."""
+"""Snapshots: cut, copied, published, fetched and read; and a server's directory, made aside."""

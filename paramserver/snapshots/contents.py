@@ -1,4 +1,4 @@
-"""Read all rows of a snapshot, table by table in the order of their ids, from all shards and files.
+"""Read all rows of a snapshot, or of shards' stores, table by table in the order of their ids, from all files.
 
     files of a store ──▶ newest of each row ──┐
     files of a store ──▶ newest of each row ──┼─▶ merged by row id, some megabytes at a time
@@ -38,7 +38,7 @@ from headrace.schemas.row_records import (
 from headrace.schemas.snapshot_manifest import SnapshotManifest
 from headrace.schemas.tables import ColumnShard, TableSpec
 
-__all__ = ["SnapshotReader", "merge_sorted"]
+__all__ = ["SnapshotReader", "StoreReader", "merge_sorted"]
 
 _Array = npt.NDArray[Any]
 _Ids = npt.NDArray[np.int64]
@@ -54,55 +54,42 @@ _MIN_REGION_BYTES, _MAX_REGION_BYTES = 128 << 10, 1 << 20
 _STORE_CONFIG = StoreConfig(block_cache_bytes=4 << 20, max_open_files=64)
 
 
-class SnapshotReader:
-    """An open snapshot. Use it with `with`.
+class StoreReader:
+    """The rows of some shards of a server, in stores that are open and do not change.
+
+    The first shard that tells of the drop of a table decides: what others still have of it is left out.
 
     Attributes:
-        stores: The store of each part of the manifest, read-only.
+        stores: One of each shard.
         tables: By fqn.
 
     Thread: any, one at a time; it blocks.
     """
 
-    def __init__(self, folder: Path) -> None:
-        """Open a snapshot, checking the lengths of its files; reads verify RocksDB's own checksums.
+    def __init__(self, stores: Sequence[RowStore]) -> None:
+        """Read what tables there are.
 
         Raises:
-            ConfigError: It is not a snapshot.
-            CorruptionError: A file is missing or has the wrong length.
             SpecMismatchError: The shards' tables differ.
         """
-        self.manifest = read_manifest(folder)
-        _check_lengths(folder, self.manifest)
-        self._closing = ExitStack()
-        self.stores: list[RowStore] = []
+        self.stores = list(stores)
         self._parts: dict[str, list[tuple[RowStore, Table]]] = {}
         self.tables: dict[str, TableSpec] = {}
-        try:
-            for part in self.manifest.parts:
-                store = RowStore.open_read_only(part_folder(folder, part), config=_STORE_CONFIG)
-                self._closing.callback(store.close)
-                self.stores.append(store)
-                for table in Catalog(store.read_meta()):
-                    spec = self.tables.setdefault(table.spec.fqn, table.spec)
-                    if table.spec.is_growth_of(spec):  # it had not grown at every shard yet
-                        self.tables[spec.fqn] = table.spec
-                    elif spec != table.spec and not spec.is_growth_of(table.spec):
-                        raise SpecMismatchError(f"{store.path}: table {spec.fqn!r} differs from that of other shards")
-                    self._parts.setdefault(spec.fqn, []).append((store, table))
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """Close all files; idempotent."""
-        self._closing.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
+        catalogs = [Catalog(store.read_meta()) for store in self.stores]
+        drops: dict[str, int] = {}
+        for catalog in catalogs:
+            drops |= {name: max(epoch, drops.get(name, 0)) for name, epoch in catalog.drop_epochs.items()}
+        for store, catalog in zip(self.stores, catalogs, strict=True):
+            for table in catalog:
+                spec = table.spec
+                if catalog.drop_epochs.get(spec.fqn, 0) < drops.get(spec.fqn, 0):
+                    continue
+                known = self.tables.setdefault(spec.fqn, spec)
+                if spec.is_growth_of(known):  # it had not grown at every shard yet
+                    self.tables[spec.fqn] = spec
+                elif known != spec and not known.is_growth_of(spec):
+                    raise SpecMismatchError(f"{store.path}: table {spec.fqn!r} differs from that of other shards")
+                self._parts.setdefault(spec.fqn, []).append((store, table))
 
     def num_rows_estimate(self, fqn: str) -> int:
         """Return about how many rows a table has; some that were deleted may be counted."""
@@ -140,9 +127,7 @@ class SnapshotReader:
             StorageError: A file cannot be read.
         """
         if fqn not in self.tables:
-            raise UnknownTableError(
-                f"no table {fqn!r} in snapshot {self.manifest.name!r}; {describe_near(fqn, self.tables)}"
-            )
+            raise UnknownTableError(f"no table {fqn!r}; {describe_near(fqn, self.tables)}")
         span = (first_row, _LAST_ROW if end_row is None else end_row - 1)
         if span[0] > span[1]:
             return
@@ -169,6 +154,41 @@ class SnapshotReader:
 
     def _scans(self, fqn: str, span: tuple[int, int]) -> list[_ShardScan]:
         return [_ShardScan(store, table, span) for store, table in self._parts[fqn]]
+
+
+class SnapshotReader(StoreReader):
+    """An open snapshot. Use it with `with`."""
+
+    def __init__(self, folder: Path) -> None:
+        """Open a snapshot, checking the lengths of its files; reads verify RocksDB's own checksums.
+
+        Raises:
+            ConfigError: It is not a snapshot.
+            CorruptionError: A file is missing or has the wrong length.
+            SpecMismatchError: The shards' tables differ.
+        """
+        self.manifest = read_manifest(folder)
+        _check_lengths(folder, self.manifest)
+        self._closing = ExitStack()
+        stores: list[RowStore] = []
+        try:
+            for part in self.manifest.parts:
+                stores.append(RowStore.open_read_only(part_folder(folder, part), config=_STORE_CONFIG))
+                self._closing.callback(stores[-1].close)
+            super().__init__(stores)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close all files; idempotent."""
+        self._closing.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
 
 
 class _ShardScan:

@@ -62,11 +62,14 @@ _ALL_FILES_BYTES, _MIN_FILE_BYTES, _MAX_FILE_BYTES = 2 << 30, 64 << 20, 256 << 2
 class NewDataDir:
     """A server's directory that is being made. Use it with `with`: unless `publish` returns, nothing remains.
 
+    Attributes:
+        work: A word for what makes it.
+
     Thread: any without an event loop, one at a time; it blocks.
     """
 
     def __init__(self, target: Path, *, shards: Iterable[int], work: str) -> None:
-        """Start making a missing or empty directory; `work` is a word for what makes it, and the log's first client.
+        """Start making a missing or empty directory; `work` is also the log's first client.
 
         `shards` are those that come to lie there.
 
@@ -74,7 +77,7 @@ class NewDataDir:
             ConfigError: The target is not empty, or another process is making it.
             StorageError: The disk failed.
         """
-        self._target, self._shards, self._work = target.absolute(), tuple(shards), work
+        self._target, self._shards, self.work = target.absolute(), tuple(shards), work
         self._aside = self._target.parent / f".{self._target.name}.{work}"
         self._ready = self._aside / "ready"
         self._lock: FileLock | None = None
@@ -99,7 +102,7 @@ class NewDataDir:
 
     def open_session(self, sessions: Sessions, run: str) -> Session:
         """Return the session of each log's first record; nothing else is ever written in it."""
-        return sessions.open(run, self._work, _EPOCH, 0, 0)
+        return sessions.open(run, self.work, _EPOCH, 0, 0)
 
     def publish(
         self,
@@ -118,7 +121,7 @@ class NewDataDir:
             StorageError: The disk failed; the target does not exist.
         """
         tables = [pack_spec(spec) for spec in specs]
-        session = {"run": run, "client": self._work, "rank": 0, "world_size": 0}
+        session = {"run": run, "client": self.work, "rank": 0, "world_size": 0}
         header = {"kind": KIND_HELLO, **session, "tables": tables}
         with self.mapped_errors():
             for shard in self._shards:
@@ -249,8 +252,8 @@ class StoreBuilder:
         if chunk.row_ids.size:
             self._put(table, layout, chunk.row_ids, chunk.records(layout))
 
-    def add_records(self, fqn: str, row_ids: _Ids, records: _Array, shard: ColumnShard | None = None) -> None:
-        """Add stored records, `RecordLayout(spec, shard).dtype`[n]; None for whole rows. Otherwise like `add`.
+    def add_records(self, fqn: str, row_ids: _Ids, records: _Array, shard: ColumnShard) -> None:
+        """Add stored records, `RecordLayout(spec, shard).dtype`[n]; otherwise like `add`.
 
         Column shards of a table come one after the other, by their columns.
         """
@@ -265,10 +268,6 @@ class StoreBuilder:
             value = (scalar.name, scalar.dtype, scalar.data)
             self._meta |= self.catalog.set_scalars(fqn, [value], scalar.epoch, scalar.step)
             self.raise_epoch(scalar.epoch)
-
-    def take_from(self, others: Iterable[Catalog]) -> None:
-        """Keep on every shard what others know of the tables, see `Catalog.take_from`."""
-        self._meta |= self.catalog.take_from(others)
 
     def take_history(self, catalog: Catalog) -> None:
         """Keep on every shard which tables one has dropped, so that nothing older brings them back."""

@@ -483,7 +483,7 @@ class Catalog:
             meta[_FILLING_PREFIX + b"%d" % table.table_id] = filling.pack()
         return meta
 
-    def replayed(self, names: Iterable[str], epoch: int) -> list[str]:
+    def begun_by(self, names: Iterable[str], epoch: int) -> list[str]:
         """Return those of some tables that a client that is no trainer has begun, for it to complete."""
         ended = Filling(epoch, MAX_STEP)
         return [name for name in dict.fromkeys(names) if name in self._tables and self._tables[name].filling == ended]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import time
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,11 +16,12 @@ import typer
 
 from headrace.paramserver.reading.follower import ShardFollower
 from headrace.paramserver.reading.link import link_all
+from headrace.paramserver.reshard.rebuild import TableChoice, rebuild
+from headrace.paramserver.reshard.remains import find_remains, open_remains
 from headrace.paramserver.rpc.address import parse_address, parse_addresses
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.paramserver.snapshots.remote import create_snapshot, fetch_snapshot
-from headrace.paramserver.snapshots.restore import restore_snapshot
 from headrace.schemas.errors import HeadraceError
 from headrace.scripts.benches.harness import OnStage, Rounds, RoundsOption, bench_command, bench_folder
 from headrace.scripts.benches.ingest import admin_dial, serve
@@ -186,7 +186,11 @@ async def _scan_and_load(address: str, folder: Path) -> None:
     dial = admin_dial(_TIMEOUT_S)
     manifest = await create_snapshot(address, dial=dial, at_step=False, timeout_s=_TIMEOUT_S)
     await fetch_snapshot(address, folder / "fetched", dial=dial, name=manifest.name)
-    load = partial(restore_snapshot, folder / "fetched" / manifest.name, folder / "loaded", num_shards=2)
+
+    def load() -> None:
+        with find_remains(folder / "fetched" / manifest.name) as remains, open_remains(remains, None) as shards:
+            rebuild(shards, folder / "loaded", num_shards=2, choice=TableChoice())
+
     await asyncio.to_thread(load)
 
 

@@ -15,7 +15,6 @@ import typer
 
 from headrace.paramserver.config.server_settings import MAX_SHARDS
 from headrace.paramserver.observe.status_query import StatusAccess
-from headrace.paramserver.replay.target import ReplayTarget
 from headrace.paramserver.snapshots.new_data_dir import StoreBuilder, check_target
 from headrace.paramserver.store.catalog import Scalar
 from headrace.paramserver.system.durable import owner_only
@@ -41,6 +40,7 @@ from headrace.scripts.commands.terminal import (
     with_server_flags,
 )
 from headrace.scripts.table_io.sending import BackfillCounts, BackfillSender, RowPace, ask_server
+from headrace.scripts.table_io.server_writer import TargetServer
 from headrace.scripts.table_io.source import BackfillConfig, OpenSource
 
 __all__ = ["backfill", "build_directory"]
@@ -164,7 +164,7 @@ def _fill_directory(
 
 def _send(
     path: Path,
-    target: ReplayTarget,
+    target: TargetServer,
     config: BackfillConfig,
     *,
     rows_per_s: float | None,
@@ -338,10 +338,10 @@ def _to_json(
     return {"to": where, "is_dry_run": counts is None, "seconds": seconds, "tables": tables, **names}
 
 
-def _target_of(access: StatusAccess) -> ReplayTarget:
+def _target_of(access: StatusAccess) -> TargetServer:
     """Return the server to send rows to."""
     (host, port), *others = access.seeds
-    return ReplayTarget(
+    return TargetServer(
         host=host,
         port=port,
         others=tuple(others),

@@ -18,7 +18,7 @@ from headrace.paramserver.system.text import counted, format_size, visible
 from headrace.schemas.errors import CorruptionError
 from headrace.scripts.commands.terminal import escape, output_console, show_bytes
 
-__all__ = ["log", "show_range", "show_time"]
+__all__ = ["log", "show_time"]
 
 
 def log(
@@ -69,8 +69,8 @@ def _print_report(console: Console, report: LogReport) -> None:
         first, last = segment.first_seq, segment.last_seq
         seqs = "?" if first is None else f"{first}–"  # without a record that can be read
         if first is not None and last is not None and last >= first:
-            seqs = show_range((first, last))
-        counts = (str(segment.num_records), show_range(segment.steps), show_range(segment.epochs))
+            seqs = _show_range((first, last))
+        counts = (str(segment.num_records), _show_range(segment.steps), _show_range(segment.epochs))
         times = map(show_time, segment.times_us or (None, None))
         state = "[red]damaged[/]" if segment.damage else "open" if segment.sealed_us is None else "sealed"
         table.add_row(seqs, *counts, format_size(segment.size_bytes), *times, state)
@@ -83,7 +83,7 @@ def _print_report(console: Console, report: LogReport) -> None:
         console.print(visible(line), style="red", markup=False, highlight=False, soft_wrap=True)
 
 
-def show_range(values: tuple[int, int] | None) -> str:
+def _show_range(values: tuple[int, int] | None) -> str:
     """Return a (least, greatest) pair as text."""
     if values is None:
         return "–"

@@ -41,7 +41,7 @@ from headrace.paramserver.system.settings import settings_of
 from headrace.schemas.errors import ConfigError, StorageError
 from headrace.schemas.idl import idl
 from headrace.schemas.predecessors import Predecessor
-from headrace.scripts.commands.recover import restore_with_progress
+from headrace.scripts.commands.restore import restore_with_progress
 from headrace.scripts.commands.terminal import ShowSettings, option, print_line, show_settings
 
 __all__ = ["serve"]

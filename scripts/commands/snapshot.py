@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shlex
 from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,12 +14,9 @@ from rich import box
 from rich.table import Table
 
 from headrace.paramserver.config.data_dir import MANIFEST_NAME as DATA_DIR_MANIFEST
-from headrace.paramserver.config.server_settings import MAX_SHARDS
 from headrace.paramserver.snapshots.bucket import SnapshotStore, is_object_store_url
 from headrace.paramserver.snapshots.directory import SnapshotFiles, read_manifest, verify_snapshot
 from headrace.paramserver.snapshots.remote import create_snapshot, fetch_snapshot
-from headrace.paramserver.snapshots.restore import restore_snapshot, restore_stored_snapshot
-from headrace.paramserver.system.durable import owner_only
 from headrace.paramserver.system.text import counted, format_size
 from headrace.schemas.errors import ConfigError, CorruptionError
 from headrace.schemas.idl import idl
@@ -36,7 +32,6 @@ from headrace.scripts.commands.terminal import (
     output_console,
     print_line,
     show_bytes,
-    show_rows,
     with_server_flags,
 )
 
@@ -47,7 +42,7 @@ _ANSWER_TIMEOUT_S = 10.0
 snapshot = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
-    help="Make, list, check, fetch, restore and remove snapshots of a server.",
+    help="Make, list, check, fetch and remove snapshots of a server.",
 )
 
 _Directory = Annotated[
@@ -262,59 +257,6 @@ def fetch(
         making = fetch_snapshot(reached.address, to, dial=reached.dial(), name=name, on_progress=bar.update)
         manifest = asyncio.run(making)
     _print(manifest, as_json=False)
-
-
-@snapshot.command()
-def restore(
-    source: Annotated[
-        str,
-        typer.Argument(
-            metavar="SNAPSHOT|URL", help="Directory of one snapshot, or an object store's URL.", show_default=False
-        ),
-    ],
-    *,
-    data: Annotated[Path, option("Directory of a server to make.", "DIR", "--data")],
-    name: Annotated[str, option("Snapshot of URL; the newest by default.", "NAME")] = "",
-    shards: Annotated[int | None, option("Shards; by default the snapshot's.", None, min=1, max=MAX_SHARDS)] = None,
-) -> None:
-    """Make a server's directory from a snapshot, checked, for `headrace serve`: whole or not at all.
-
-    The snapshot does not change. With another number of shards, rows are distributed anew, which takes longer.
-    """
-    rows_bar: ProgressBar | None = None
-
-    def advance_rows(num_rows: int) -> None:
-        nonlocal rows_bar
-        if rows_bar is None:  # one bar at a time
-            bars.close()
-            rows_bar = bars.enter_context(show_rows("Distributing rows"))
-        rows_bar.advance(num_rows)
-
-    with owner_only(), ExitStack() as bars:
-        if is_object_store_url(source):
-            store = SnapshotStore.of_url(source)
-            chosen = store.choose(name)
-            bar = bars.enter_context(show_bytes(f"Fetching {chosen.name}", chosen.size_bytes))
-            manifest = restore_stored_snapshot(
-                store, chosen.name, data, num_shards=shards, on_progress=bar.advance, on_rows=advance_rows
-            )
-        elif name:
-            raise ConfigError("--name goes with a URL; name the directory of one snapshot")
-        elif (Path(source) / DATA_DIR_MANIFEST).is_file():
-            names = [each.name for each in reversed(_files(Path(source)).list()[0])]
-            where = Path(source) / "snapshots"
-            there = f"such as {where / names[0]}" if names else f"which are in {where}; none is there"
-            raise ConfigError(
-                f"{source}: the directory of a server, not of a snapshot: name one of its snapshots, {there}"
-            )
-        else:
-            bar = bars.enter_context(show_bytes(f"Checking {Path(source).name}", _size_of(Path(source))))
-            manifest = restore_snapshot(
-                Path(source), data, num_shards=shards, on_progress=bar.advance, on_rows=advance_rows
-            )
-    _print(manifest, as_json=False)
-    made = counted(shards or len(manifest.parts), "shard")
-    print_line(f"{data}: {made}. Next: headrace serve --data {shlex.quote(str(data))}")
 
 
 def _size_of(folder: Path) -> int:

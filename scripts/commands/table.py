@@ -161,7 +161,7 @@ def drop(
 ) -> int:
     """Drop tables with all their rows, on the server and in its replicas.
 
-    No replay brings a row back, and no backfill or trainer that runs now. One that starts later may make a table
+    No restore brings a row back, and no backfill or trainer that runs now. One that starts later may make a table
     of that name anew. Snapshots from before still have it.
     """
     if not yes:

@@ -116,6 +116,11 @@ def verify(
                 what = "" if ":" in against else "no such file, nor a server of that name: "
                 raise type(exc)(f"--against {against}: {what}{exc}") from exc
             async with second:
+                if places := {link.address for link in reader.links} & {link.address for link in second.links}:
+                    raise ConfigError(
+                        f"--against {against}: leads to {min(places)}, as --server does, and a server equals itself: "
+                        "one that has handed its shards over answers no more"
+                    )
                 await progress.add(second, table)
                 return await _compare_servers(reader, second, table, model, progress)
 

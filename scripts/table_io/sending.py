@@ -18,7 +18,6 @@ import msgpack
 
 from headrace.paramserver.ingest.ownership import NOT_FOR_BACKFILLS
 from headrace.paramserver.reading.link import retry
-from headrace.paramserver.replay.target import ReplayTarget, ServerWriter
 from headrace.paramserver.rpc.resolver import Resolver
 from headrace.paramserver.rpc.shard_places import ShardPlaces
 from headrace.paramserver.store.row_chunk import RowChunk
@@ -26,11 +25,11 @@ from headrace.schemas.errors import ConfigError, FencedError, OwnedError
 from headrace.schemas.idl import idl, spec_from_idl
 from headrace.schemas.row_records import RecordLayout
 from headrace.schemas.tables import StateKind, TableSpec
+from headrace.scripts.table_io.server_writer import ServerWriter, TargetServer
 from headrace.scripts.table_io.source import OpenSource, SourceTable
 
 __all__ = ["BackfillCounts", "BackfillSender", "RowPace", "ServerFacts", "ask_server"]
 
-_CLIENT = "backfill"
 # Short enough for an even rate under a limit of rows per second, long enough to cost little otherwise.
 _MAX_MESSAGE_BYTES = 1 << 20
 _SPARE_BYTES = 16 * 1024  # the rest of a message besides its rows
@@ -83,7 +82,7 @@ class RowPace:
             await self.sleep(self._due_s - now_s)
 
 
-async def ask_server(target: ReplayTarget) -> ServerFacts:
+async def ask_server(target: TargetServer) -> ServerFacts:
     """Return a server's shards, limit and tables.
 
     Raises:
@@ -112,7 +111,7 @@ class BackfillSender:
     def __init__(
         self,
         source: OpenSource,
-        target: ReplayTarget,
+        target: TargetServer,
         server: ServerFacts,
         *,
         again: bool,
@@ -173,27 +172,25 @@ class BackfillSender:
             self._run,
             self._specs,
             max_bytes=self._server.max_message_bytes,
-            client=_CLIENT,
             epoch=epoch,
-            claims_tables=True,
         )
         chunk_bytes = self._server.max_message_bytes * len(places)
         async with writing.sending() as writer:
             for table in self._source.tables:
                 await self._send_table(table, chunk_bytes, writer, on_rows)
-        end = self._target.hello(self._run, _CLIENT, epoch, self._specs, complete=self.counts, ends_run=True)
+        end = self._target.hello(self._run, epoch, self._specs, complete=self.counts, ends_run=True)
         for shard in reversed(range(len(resolver.places))):  # shard 0 decides who may have a table next
             await self._hello(resolver, shard, end)
 
     async def _claim(self, resolver: Resolver) -> int:
         """Claim the tables at shard 0; return the epoch: of an attempt that still owns some, or above all others."""
         target, run = self._target, self._run
-        ask = target.hello(run, _CLIENT, 0, [])
+        ask = target.hello(run, 0, [])
         replies = [await self._hello(resolver, shard, ask) for shard in range(len(resolver.places))]
         own = [owner.epoch for owner in replies[0].owners if owner.run == run]
         epoch: int = max(own, default=1 + max(reply.highest_epoch for reply in replies))
         while True:
-            claim = target.hello(run, _CLIENT, epoch, self._specs, claims_tables=True, claims_epoch=not own)
+            claim = target.hello(run, epoch, self._specs, claims_tables=True, claims_epoch=not own)
             try:
                 await self._hello(resolver, 0, claim)
             except FencedError as exc:

@@ -272,7 +272,9 @@ def _raise(error: OSError) -> NoReturn:
     raise error
 
 
-@pytest.mark.parametrize("arguments", [["log", "inspect"], ["snapshot", "list"], ["replay", "--dry-run"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments", [["log", "inspect"], ["snapshot", "list"], ["restore", "--dry-run"]], ids=" ".join
+)
 def test_commands_tell_a_path_that_is_too_long(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """Real commands, too, end in one line."""
     assert cli.main([*arguments, "g" * 300]) == 1
@@ -294,7 +296,7 @@ def test_working_directory_that_is_gone_is_one_line(
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
-    assert cli.main(["snapshot", "restore", "monday", "--data", "data"]) == 1
+    assert cli.main(["restore", "monday", "--data", "data"]) == 1
     assert capsys.readouterr().err == "headrace: error: the working directory is gone: change to another one\n"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -173,16 +174,18 @@ def _states_of_top(trainer: Trainer) -> dict[str, torch.Tensor]:
     return states
 
 
-def test_by_way_of_a_replay_and_of_another_number_of_shards(tmp_path: Path) -> None:
-    """Dense tensors come whole from a server that has replayed the log, and from a snapshot that was dealt anew."""
+def test_by_way_of_a_restored_server(tmp_path: Path) -> None:
+    """Dense tensors come whole from a server that was made of a snapshot, or of a log."""
     trained = Trainer()
     with ServerProcess.start(tmp_path / "data", shards=3) as server:
         trained.stream(server.address, "a")
         assert main(["snapshot", "create", "--server", server.address, "--name", "one"]) == 0
     folder = str(tmp_path / "data" / "snapshots" / "one")
-    assert main(["snapshot", "restore", folder, "--data", str(tmp_path / "dealt"), "--shards", "2"]) == 0
-    assert main(["replay", str(tmp_path / "data"), "--data", str(tmp_path / "replayed"), "--shards", "2"]) == 0
-    for name in ("dealt", "replayed"):
+    assert main(["restore", folder, "--data", str(tmp_path / "of-snapshot"), "--shards", "2"]) == 0
+    for path in [tmp_path / "data" / "snapshots", *(tmp_path / "data").glob("shard-*/store")]:
+        shutil.rmtree(path)
+    assert main(["restore", str(tmp_path / "data"), "--data", str(tmp_path / "of-log"), "--shards", "2"]) == 0
+    for name in ("of-snapshot", "of-log"):
         restored = Trainer(is_blank=True)
         with ServerProcess.start(tmp_path / name, shards=2) as server:
             report = restore(restored.model, restored.optimizer, server.address, dense=True)

@@ -106,7 +106,7 @@ class Rig:
         specs: Sequence[TableSpec] = (SPEC,),
         **more: Any,
     ) -> None:
-        """Say hello as a trainer's rank, or with `world_size` 0 as a replay, or as a backfill that claims tables."""
+        """Say hello as a trainer's rank, or with `world_size` 0 as nobody's, or as a backfill that claims tables."""
         session, _ = await self.ingest.open_session(run, client, epoch, rank, world_size, list(specs), **more)
         self._client_seqs[run, client, epoch] = session.last_client_seq
 

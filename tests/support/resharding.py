@@ -106,6 +106,22 @@ class Writers:
                 return
             await asyncio.sleep(0)
 
+    async def end_step(self) -> int:
+        """Let both ranks end one step, the only ones that write; later steps are above it. Return the step."""
+        self._step += 10
+        step = self._step
+        for rank in range(2):
+            await self._write(rank, step=step)
+        self._step += 10
+        return step
+
+    async def reconnect(self, ports: Sequence[int]) -> None:
+        """Go on where the shards are now, in a later epoch."""
+        await self.close()
+        self._ports = list(ports)
+        self._clients = [[await ParamServerClient.connect("127.0.0.1", port) for port in ports] for _ in range(2)]
+        await self.begin_anew()
+
     async def begin_anew(self) -> None:
         """Start again, in a later epoch."""
         self._epoch += 2
@@ -129,10 +145,10 @@ class Writers:
         else:
             await self._write(self._random.randrange(2))
 
-    async def _write(self, rank: int, *, shards: Sequence[int] | None = None) -> None:
-        """Write some rows of each table as a rank; the other one stays behind."""
+    async def _write(self, rank: int, *, shards: Sequence[int] | None = None, step: int | None = None) -> None:
+        """Write some rows of each table as a rank, in a step of which the other one is behind, or in this one."""
         self._step += self._random.randrange(2)
-        step = max(self._step - 3 * rank, 0)
+        step = max(self._step - 3 * rank, 0) if step is None else step
         wide = self._random.choice(LAYOUTS)
         deltas = []
         for spec, shard in ((self._items, None), (WIDE, wide), (_KNOWN, None), (_DENSE, None)):

@@ -13,6 +13,7 @@ from hellos import hello_of_writer
 
 from headrace.paramserver.config.data_dir import MANIFEST_NAME, Manifest
 from headrace.paramserver.config.server_settings import ShardConfig
+from headrace.paramserver.log.opening import LogKind
 from headrace.paramserver.rpc.admission import ServerLimits
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.paramserver.rpc.security import AccessPolicy
@@ -21,11 +22,11 @@ from headrace.paramserver.shard.service import Shard, open_shard
 from headrace.schemas.tables import TableSpec
 
 
-def make_manifest(directory: Path, *, server_id: str, num_shards: int) -> None:
+def make_manifest(directory: Path, *, server_id: str, num_shards: int, log: LogKind = "file") -> None:
     """Make a server's directory, unless it is there."""
     directory.mkdir(parents=True, exist_ok=True)
     if not (directory / MANIFEST_NAME).exists():
-        (directory / MANIFEST_NAME).write_bytes(Manifest(server_id=server_id, num_shards=num_shards).encode())
+        (directory / MANIFEST_NAME).write_bytes(Manifest(server_id=server_id, num_shards=num_shards, log=log).encode())
 
 
 @contextlib.asynccontextmanager

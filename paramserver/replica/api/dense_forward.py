@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from headrace.kernels.dtypes import TORCH_DTYPES
-from headrace.kernels.module_walk import named_modules, named_tensors
+from headrace.kernels.module_walk import FoundTensor, named_modules, named_tensors
 from headrace.kernels.plain_context import in_plain_context
 from headrace.paramserver.reading.dense_parts import DensePart
 from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica, as_tensor
 from headrace.paramserver.system.text import first_of
 from headrace.schemas.errors import ConfigError
 
-__all__ = ["DenseForward"]
+__all__ = ["DenseForward", "own_tensors"]
 
 # Copies of the parameters that torch keeps up to date itself, when an attribute is set.
 _FLAT_WEIGHTS = ("_flat_weights", "_flat_weight_refs")
@@ -58,13 +59,11 @@ class DenseForward:
         self._places: dict[int, list[_Place]] = {}
         self._paths: dict[int, list[str]] = {}
         self._kinds: dict[int, tuple[tuple[int, ...], torch.dtype, torch.device, bool]] = {}
-        for path, owner, name, tensor, _ in named_tensors(served):
-            # Tensors without elements have no values, and are not published.
-            if tensor.numel() and not any(_is_part_of(path, pattern) for pattern in keep):
-                device = torch.device("cpu") if tensor.is_meta else tensor.device
-                self._kinds[id(tensor)] = tuple(tensor.shape), tensor.dtype, device, isinstance(tensor, nn.Parameter)
-                self._places.setdefault(id(tensor), []).append((owner.module, name))
-                self._paths.setdefault(id(tensor), []).append(name_of(path))
+        for path, owner, name, tensor, _ in own_tensors(served, keep):
+            device = torch.device("cpu") if tensor.is_meta else tensor.device
+            self._kinds[id(tensor)] = tuple(tensor.shape), tensor.dtype, device, isinstance(tensor, nn.Parameter)
+            self._places.setdefault(id(tensor), []).append((owner.module, name))
+            self._paths.setdefault(id(tensor), []).append(name_of(path))
         self._check_containers(served)
         self._taking = threading.Lock()
         self._taken: DensePart | None = None
@@ -138,6 +137,18 @@ class DenseForward:
                 f"the model keeps dense tensors in {first_of(found)}, where they cannot be replaced: use "
                 "nn.ParameterList or nn.ParameterDict, or give keep=[paths of the tensors]"
             )
+
+
+def own_tensors(served: nn.Module, keep: Iterable[str]) -> Iterator[FoundTensor]:
+    """Yield the tensors of a served model that are no table's, but for those that it is told to keep."""
+    for each in named_tensors(served):
+        # Tensors without elements have no values, and are not published; nor have those of lazy modules yet.
+        if (
+            not is_lazy(each.tensor)
+            and each.tensor.numel()
+            and not any(_is_part_of(each.path, pattern) for pattern in keep)
+        ):
+            yield each
 
 
 def _is_part_of(path: str, pattern: str) -> bool:

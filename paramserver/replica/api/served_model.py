@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -15,7 +16,7 @@ from headrace.kernels.dtypes import TORCH_DTYPES, is_smaller_float
 from headrace.kernels.module_walk import FoundModule, inside_wrapper, is_a, named_modules, named_tensors
 from headrace.kernels.plain_context import in_plain_context
 from headrace.paramserver.replica.api.collisions import ReplicaManagedCollisionCollection
-from headrace.paramserver.replica.api.dense_forward import DenseForward
+from headrace.paramserver.replica.api.dense_forward import DenseForward, own_tensors
 from headrace.paramserver.replica.api.embedding_collections import (
     ReplicaEmbeddingBagCollection,
     ReplicaEmbeddingCollection,
@@ -23,12 +24,14 @@ from headrace.paramserver.replica.api.embedding_collections import (
 )
 from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
 from headrace.paramserver.replica.api.embeddings import ReplicaEmbedding, ReplicaEmbeddingBag
-from headrace.paramserver.system.text import describe_near, first_of
+from headrace.paramserver.system.text import counted, describe_near, first_of
 from headrace.schemas.errors import ConfigError, HeadraceError, UnknownTableError
 from headrace.schemas.table_names import check_model, model_of, name_in, table_name
 from headrace.schemas.tables import TableSpec
 
 __all__ = ["serve_model"]
+
+_log = logging.getLogger(__name__)
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -100,7 +103,8 @@ def serve_model(
 
     Where the trainer publishes dense tensors (`dense=[…]` at its attach), they are: each call of the copy takes the
     replica's newest part for all parameters and buffers that are no table's, and computes at one moment, as
-    `EmbeddingReplica.at_one_moment` does. Call the copy itself for that, not a module inside of it.
+    `EmbeddingReplica.at_one_moment` does. Call the copy itself for that, not a module inside of it. Where it does not,
+    the copy computes with the given model's own, and a warning names them, but for those in `keep`.
 
     The tables' own weights are neither copied nor kept: the given model may be on the meta device. All other
     parameters and buffers are copied, and need no gradient. Data parallel, model parallel and compiling wrappers
@@ -118,7 +122,8 @@ def serve_model(
 
     Raises:
         ConfigError: A module cannot be served, the trained one has other settings, or dense tensors are published that
-            do not fit the model; the message lists all such modules or tensors, and says what to do.
+            do not fit the model, or none, and the model has no values for them; the message lists all such modules or
+            tensors, and says what to do.
         UnavailableError: The trainer publishes dense tensors, and none have come whole yet.
     """
     if model is not None:
@@ -140,7 +145,26 @@ def serve_model(
     served.eval().requires_grad_(False)
     if plan.has_dense:
         DenseForward(served, replica, model=plan.trained_model, name_of=plan.name_of, keep=plan.keep)
+    else:
+        _tell_of_own(served, plan.keep)
     return served
+
+
+def _tell_of_own(served: nn.Module, keep: Iterable[str]) -> None:
+    """Warn of tensors that are the given model's own because no trainer publishes any; refuse those without values."""
+    tensors = {each.path: each.tensor for each in own_tensors(served, keep)}
+    if without := [path for path, tensor in tensors.items() if tensor.is_meta]:
+        raise ConfigError(
+            f"the trainer publishes no dense tensors, and the given model has no values for {first_of(without)}, which "
+            "are on the meta device: attach with dense=True, or give a model with its weights"
+        )
+    if tensors:
+        _log.warning(
+            "the trainer publishes no dense tensors: the served model computes with the given model's own %s (%s). "
+            "Load them from the trainer's checkpoint, and name them in keep=[…]; or attach with dense=True",
+            counted(len(tensors), "tensor"),
+            first_of(list(tensors)),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,7 +107,7 @@ class DenseTensors:
         return bool(self._next(cut))
 
     def _next(self, cut: Version | None) -> list[tuple[str, DensePart]]:
-        # Before any step, rows come from a replay or a restored snapshot, and belong to no step.
+        # Before any step, rows come from a restored server, and belong to no step.
         up_to = cut if cut is not None and cut[0] else None
         parts = [(model, self._assemblies_of(model).whole(specs, up_to=up_to)) for model, specs in self._sets.items()]
         return [(model, part) for model, part in parts if part is not None]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from set_embeddings import request_of
 
-from headrace.paramserver.archive.points import PointFinder, RestorePoint, StepPoint, common_point
+from headrace.paramserver.archive.points import PointFinder, RestorePoint, StepPoint, choose_point
 from headrace.paramserver.log.interface import KIND_BATCH, KIND_HELLO, LogRecord, note_header
 from headrace.paramserver.log.sessions import Sessions
+from headrace.schemas.errors import ConfigError
 from headrace.schemas.idl import idl
 from headrace.schemas.messages import CALL, encode_message
 
@@ -82,11 +84,15 @@ def test_all_shards_are_cut_at_one_step() -> None:
     """The last step at or before the wanted one, or the time, that every shard has; a later epoch wins."""
     one = points_of(hello(1), batch(2, 1, 5), batch(3, 2, 6), hello(4, epoch=3), batch(5, 1, 5, epoch=3))
     two = points_of(hello(1), batch(2, 1, 5), hello(3, epoch=3), batch(4, 1, 5, epoch=3), batch(5, 2, 6, epoch=3))
-    assert common_point(RestorePoint(step=100), [one, two]) == (3, 5)
-    assert common_point(RestorePoint(step=100), [two]) == (3, 6)
-    assert common_point(RestorePoint(step=4), [one, two]) is None
-    assert common_point(RestorePoint(time_us=5500), [one, two]) == (3, 5)
-    assert common_point(RestorePoint(time_us=4999), [one, two]) is None
+    cases = [(RestorePoint(step=100), [one, two], (3, 5), [5, 4]), (RestorePoint(step=100), [two], (3, 6), [5])]
+    cases += [(RestorePoint(time_us=5500), [one, two], (3, 5), [5, 4])]
+    for wanted, shards, version, seqs in cases:
+        found = choose_point(wanted, shards, "the log")
+        assert [(point.epoch, point.step) for point in found] == [version] * len(shards)
+        assert [point.seq for point in found] == seqs
+    for wanted in (RestorePoint(step=4), RestorePoint(time_us=4999)):
+        with pytest.raises(ConfigError, match="the log has no step by then that all shards have; the oldest is step 5"):
+            choose_point(wanted, [one, two], "the log")
 
 
 def test_points_are_read_as_they_are_shown() -> None:

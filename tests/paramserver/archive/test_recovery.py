@@ -23,7 +23,7 @@ from streamed_training import attached
 from watched_server import wait_until
 
 from headrace.cli import main
-from headrace.paramserver.archive import fetched_logs
+from headrace.paramserver.archive import recovery
 from headrace.paramserver.archive.points import RestorePoint
 from headrace.paramserver.archive.recovery import restore_server
 from headrace.paramserver.config.data_dir import find_manifest
@@ -368,7 +368,7 @@ def test_a_full_disk_is_one_line(archived: _Archived, tmp_path: Path, monkeypatc
     def fail(*args: Any, **options: Any) -> Any:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(fetched_logs, "write_excerpt", fail)
+    monkeypatch.setattr(recovery, "write_excerpt", fail)
     with pytest.raises(StorageError, match=r"the disk is full; .* nothing was made"):
         restore_server(place.store, target)
     assert [path.name for path in tmp_path.iterdir() if "target" in path.name] == []

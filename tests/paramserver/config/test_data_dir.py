@@ -71,7 +71,7 @@ def test_makes_a_new_directory(tmp_path: Path) -> None:
 def test_refuses_another_number_of_shards(tmp_path: Path) -> None:
     """Rows are hashed by the number of shards, so another one is refused, with what to do; the lock is free again."""
     _make(tmp_path / "d")
-    told = r"^--shards 3: .*/d has 2 shards, .* make another directory with headrace snapshot restore --shards 3$"
+    told = r"^--shards 3: .*/d has 2 shards, .* another directory: headrace restore .*/d --data NEW --shards 3$"
     with pytest.raises(ConfigError, match=told):
         DataDir.claim(tmp_path / "d", num_shards=3)
     with pytest.raises(ConfigError, match=told):

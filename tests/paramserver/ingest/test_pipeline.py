@@ -180,7 +180,7 @@ async def test_a_trainer_goes_on_beside_the_growth_of_its_table(tmp_path: Path) 
             with pytest.raises(SpecMismatchError, match="num_rows 60 ≠ 50"):
                 await ingest.open_session(*again, [few])
         assert ingest.catalog.find("t").spec == many
-        await ingest.open_session("replay", "log", 1, 0, 0, [few])
+        await ingest.open_session("fill", "log", 1, 0, 0, [few])
         await applier.wait_applied(ingest.submitted_seq)
     async with _reopen(tmp_path) as (again, _):
         table = again.catalog.find("t")

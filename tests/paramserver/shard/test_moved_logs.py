@@ -96,6 +96,7 @@ async def test_a_stream_that_cannot_be_begun_leaves_the_shard_where_it_is(machin
     await writer.write([1], 1.0)
     stream = streams.setdefault("nats://one", ScriptedShardStream("one"))
     other = await machines("other", log="nats://one").start()
+    await other.takes_over()
     await other.stop()
     await _is_refused(a, b, "nats stream rm")
     await writer.write([1], 2.0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
 import os
 import time
@@ -14,21 +13,16 @@ from pathlib import Path
 
 import pytest
 from object_server import Fault, ObjectServer, Request, object_server
-from table_rows import USERS, chunk_of, snapshot
 
 from headrace.paramserver.log.claims import Claim
-from headrace.paramserver.snapshots import bucket
 from headrace.paramserver.snapshots.bucket import SnapshotStore
 from headrace.paramserver.snapshots.directory import SnapshotFiles, hash_folder, verify_snapshot
-from headrace.paramserver.snapshots.restore import restore_stored_snapshot
 from headrace.paramserver.system.object_store import ObjectStore
 from headrace.schemas.errors import (
     ConfigError,
     CorruptionError,
     GoneError,
-    HeadraceError,
     RequestError,
-    StorageError,
     UnavailableError,
 )
 from headrace.schemas.snapshot_manifest import ShardPart, SnapshotManifest
@@ -229,38 +223,6 @@ def test_an_upload_that_ends_at_any_request_can_be_repeated(tmp_path: Path, serv
         store.upload(folder)
         assert store.check("a") == verify_snapshot(folder)
     assert ended, "the last ones should have gone through"
-
-
-def test_a_restore_that_ends_at_any_request_leaves_nothing(
-    tmp_path: Path, server: ObjectServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Wherever the store goes away, or alters, or the disk is full, no directory is made; then the restore succeeds."""
-    folder = snapshot(tmp_path, {USERS: chunk_of(USERS, range(300))}, num_shards=2)
-    store = SnapshotStore.of_url(server.url)
-    store.upload(folder)
-    before = sorted(path.name for path in tmp_path.iterdir())
-
-    def fails(store: SnapshotStore, error: type[HeadraceError], text: str | None) -> None:
-        with pytest.raises(error, match=text):
-            restore_stored_snapshot(store, "bench", tmp_path / "new")
-        assert sorted(path.name for path in tmp_path.iterdir()) == before
-
-    def full(_: Path) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    for count in range(0, 8):
-        for fault in (Fault(status=503), Fault(cuts=True)):
-            server.fault = after(count, fault)
-            fails(impatient(server), UnavailableError, None)
-    server.fault = lambda request: Fault(alters=True) if "files/" in request.key else None
-    fails(store, CorruptionError, "files/")
-    server.fault = lambda _: None
-    with monkeypatch.context() as patch:
-        patch.setattr(bucket, "fsync_path", full)
-        fails(store, StorageError, "No space left")
-    server.fault = lambda request: Fault(cuts=True) if request.number % 5 == 0 else None
-    restore_stored_snapshot(SnapshotStore.of_url(server.url), "bench", tmp_path / "new")
-    assert (tmp_path / "new" / "headrace.json").is_file()
 
 
 def test_an_interrupted_fetch_goes_on(tmp_path: Path, server: ObjectServer) -> None:

@@ -18,7 +18,6 @@ from table_rows import ITEMS, USERS, VIRTUAL, build, chunk_of, values_of
 
 from headrace.paramserver.config.data_dir import DataDir
 from headrace.paramserver.reading.reader import EmbeddingReader
-from headrace.paramserver.replay.target import ReplayTarget
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.paramserver.snapshots.new_data_dir import NewDataDir, StoreBuilder, check_target
 from headrace.paramserver.store.rows import RowStore
@@ -26,6 +25,7 @@ from headrace.paramserver.store.sst.table_writer import TableFileWriter
 from headrace.schemas.errors import ConfigError, RequestError, RowRangeError, StorageError
 from headrace.schemas.row_records import decode_row_ids, key_prefix
 from headrace.scripts.table_io.sending import ask_server
+from headrace.scripts.table_io.server_writer import TargetServer
 
 
 def test_only_one_process_makes_a_directory(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ async def test_a_server_starts_on_it(tmp_path: Path) -> None:
         assert [(shard.log_seq, shard.applied_seq) for shard in status] == [(2, 2)] * 2
         assert {client.world_size for shard in status for client in shard.clients} == {0}
         host, _, port = server.address.rpartition(":")
-        facts = await ask_server(ReplayTarget(host=host, port=int(port)))
+        facts = await ask_server(TargetServer(host=host, port=int(port)))
         assert facts.tables == {spec.fqn: spec for spec in rows}
 
 

@@ -343,7 +343,7 @@ class Running:
 
     async def status(self) -> Any:
         client = idl.ClientStatus(run="run", client="rank0", epoch=3, step=10 - self.shard, world_size=1)
-        other = idl.ClientStatus(run="replay", client="log", epoch=9, step=70, world_size=0)
+        other = idl.ClientStatus(run="fill", client="log", epoch=9, step=70, world_size=0)
         return idl.StatusReply(clients=[client, other])
 
     async def create_snapshot(self, request: Any) -> Any:

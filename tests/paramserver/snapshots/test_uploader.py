@@ -14,13 +14,13 @@ from object_server import Fault, ObjectServer, Request, first, object_server
 from table_rows import ITEMS, USERS, VIRTUAL, build, chunk_of
 from waiting import WAIT_S, scaled_s, until
 
+from headrace import cli
 from headrace.paramserver.reading.link import Dial
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.paramserver.snapshots.bucket import SnapshotStore
 from headrace.paramserver.snapshots.contents import SnapshotReader
 from headrace.paramserver.snapshots.directory import SnapshotFiles, hash_folder
 from headrace.paramserver.snapshots.remote import create_snapshot
-from headrace.paramserver.snapshots.restore import restore_stored_snapshot
 from headrace.paramserver.snapshots.uploader import SnapshotUploader
 from headrace.schemas.errors import HeadraceError, LogFencedError, OverloadedError, UnavailableError
 from headrace.schemas.idl import idl
@@ -86,8 +86,9 @@ def test_a_server_puts_snapshots_into_its_object_store(tmp_path: Path) -> None:
     assert store.names() == ["one", "two"] and store.check("one") == manifest
     files = SnapshotFiles(tmp_path / "fetched")
     store.fetch("one", files)
-    restore_stored_snapshot(store, "two", tmp_path / "restored")
-    restore_stored_snapshot(store, "two", tmp_path / "dealt", num_shards=3)
+    for name, shards in (("restored", 2), ("dealt", 3)):
+        command = ["restore", url, "--name", "two", "--data", str(tmp_path / name), "--shards", str(shards)]
+        assert cli.main(command) == 0
     with ServerProcess.start(tmp_path / "restored") as restored, ServerProcess.start(tmp_path / "dealt") as dealt:
         for other in (restored, dealt):
             create(other, "here")

@@ -173,7 +173,7 @@ def test_the_last_hello_says_how_a_table_is_used() -> None:
         assert catalog.check([spec]) == [] and catalog.add([spec]) == {}
         for each in (catalog, Catalog(meta)):
             assert each.find(ITEMS.fqn).spec.uses == said
-    # A replay of an old log, and a rank that is behind, know less of the table.
+    # An old log, and a rank that is behind, know less of the table.
     (kept,) = catalog.with_known_uses([ITEMS.described("[1]")])
     assert kept.uses == "[3]"
     grown = dataclasses.replace(ITEMS, num_rows=ITEMS.num_rows + 1, uses="[4]")

@@ -22,11 +22,11 @@ from stored_rows import read_rows
 from table_rows import ITEMS, USERS, VIRTUAL, build, chunk_of, snapshot, values_of
 
 from headrace.paramserver.reading.reader import EmbeddingReader, Rows
-from headrace.paramserver.replay.target import ServerWriter
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.paramserver.snapshots.new_data_dir import StoreBuilder
 from headrace.schemas.extras import install_command
 from headrace.scripts.table_io.sending import RowPace
+from headrace.scripts.table_io.server_writer import ServerWriter
 
 
 @pytest.fixture

@@ -242,6 +242,8 @@ def test_a_server_that_is_not_there(servers: list[str], run: CommandLine, monkey
     run.refused("verify", "--server", "127.0.0.1:1")
     line = run.refused("verify", "--server", servers[0], "--against", "127.0.0.1:1")
     assert "--against 127.0.0.1:1: no connection to 127.0.0.1:1: Connection refused" in line
+    line = run.refused("verify", "--server", servers[0], "--against", servers[0])  # as one leads that was handed over
+    assert f"--against {servers[0]}: leads to {servers[0]}, as --server does" in line
 
     def resolve(*_: object, **__: object) -> NoReturn:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")

@@ -112,6 +112,18 @@ def same_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return found.dtype is expected.dtype and torch.equal(found.view(torch.int32), expected.detach().view(torch.int32))
 
 
+def test_own_dense_tensors_are_told(
+    training: Training, replica: EmbeddingReplica, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where the trainer publishes none, a warning names those that the model brings, unless `keep` does."""
+    serve_model(training.model, replica, keep=["bottom", "top"])
+    assert not caplog.records
+    serve_model(training.model, replica, keep=["bottom.*"])
+    assert "2 tensors (top.weight, top.bias)" in caplog.text
+    with pytest.raises(ConfigError, match=r"no values for bottom\.0\.weight, .* 5 more"):
+        serve_model(copy.deepcopy(training.model).to("meta"), replica, keep=["similar"])
+
+
 def test_agrees_with_the_trainer_to_the_bit(training: Training, replica: EmbeddingReplica) -> None:
     """At every step, outputs equal the trainer's in eval mode; later steps change the served rows and nothing else."""
     for seed in range(1, 4):

@@ -56,7 +56,7 @@ ADMIN = Dial(ssl_context=None, server_hostname=None, token=None, timeout_s=10.0,
 
 
 class Writer:
-    """A trainer, or a replay with `epoch` 0; every value that it writes is the step."""
+    """A trainer, or another client with `epoch` 0; every value that it writes is the step."""
 
     def __init__(self, clients: list[ParamServerClient], spec: TableSpec, *, epoch: int) -> None:
         self._clients, self._spec, self._epoch = clients, spec, epoch

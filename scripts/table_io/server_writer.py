@@ -1,19 +1,13 @@
-"""Replay: write the batches of update logs to a new server.
+"""Writes rows to the shards of a running server, each to its owner, over as many connections as it takes.
 
-Rows keep the version that they had: the batches of an epoch are sent in a session of that epoch. A row's order is that
-of its log. So before rows of a table follow in another session, everything that was sent before is acked.
-
-A replay numbers its batches as every client does, and its runs are named after what it replays and the epoch. The same
-replay makes the same batches, so one that was killed resumes where the server's hellos say. It keeps no state of its
-own.
+A writer numbers its batches as every client does. The same batches in the same order, under the same names of run and
+client, resume where the server's hellos say, after however many kills. It keeps no state of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
-import hashlib
 import random
 import ssl
 import time
@@ -22,12 +16,9 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequenc
 from dataclasses import dataclass
 from typing import Any, NoReturn, Self
 
-import msgpack
 import numpy as np
 import numpy.typing as npt
 
-from headrace.paramserver.reading.link import retry
-from headrace.paramserver.replay.source import ReplaySource, SourceLog
 from headrace.paramserver.rpc.address import Address, format_address
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.paramserver.rpc.outages import Backoff
@@ -44,31 +35,28 @@ from headrace.schemas.errors import (
     SequenceGapError,
     UnavailableError,
 )
-from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_from_idl, spec_to_idl
+from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_to_idl
 from headrace.schemas.routing import shards_of_rows
 from headrace.schemas.tables import TableSpec
 
-__all__ = ["Replay", "ReplayTarget", "ServerWriter", "ShardWriter"]
+__all__ = ["CLIENT", "ServerWriter", "ShardWriter", "TargetServer"]
 
-_EPOCH = 1  # of the session that makes the tables, and says in the end that they are complete
-_MAX_MESSAGE_BYTES = 16 * 2**20
-_SPARE_BYTES = 16 * 1024  # of a message besides its rows, names included
+CLIENT = "backfill"
+
 _WINDOW_MESSAGES, _WINDOW_BYTES = 64, 32 * 2**20
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
-# Raise it when the same logs are split into other batches than before; then an older replay is not resumed.
-_SPLIT_VERSION = 2
 _CONNECT_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ReplayTarget:
-    """The server that a replay writes to: `host` and `port` are those of any shard.
+class TargetServer:
+    """The server to write to: `host` and `port` are those of any shard.
 
     Attributes:
         others: Addresses of other shards, to ask if that one does not answer.
         ssl_context: For TLS; None without.
-        timeout_s: How long a shard may be away before the replay gives up, seconds.
-        fills: Tables that lack rows until the replay says that it has brought them in.
+        timeout_s: How long a shard may be away before the writer gives up, seconds.
+        fills: Tables that lack rows until the writer says that it has brought them in.
     """
 
     host: str
@@ -87,32 +75,28 @@ class ReplayTarget:
     def hello(
         self,
         run: str,
-        client: str,
         epoch: int,
         specs: list[TableSpec],
         *,
         complete: Iterable[str] = (),
-        updated_only: Iterable[str] = (),
         claims_tables: bool = False,
         claims_epoch: bool = False,
         ends_run: bool = False,
     ) -> Any:
-        """Return the `idl.HelloRequest` of a replay or backfill; one with epoch 0 only asks.
+        """Return the `idl.HelloRequest` of the writer; one with epoch 0 only asks.
 
-        Tables of `fills` that the server does not have are not complete there before a hello says so, or that all rows
-        are there but those that a trainer does not send.
+        Tables of `fills` that the server does not have are not complete there before a hello says so.
         """
         return idl.HelloRequest(
             fills=[spec.fqn for spec in specs if spec.fqn in self.fills] or None,
             complete=list(complete) or None,
-            updated_only=list(updated_only) or None,
             claims_tables=claims_tables or None,
             claims_epoch=claims_epoch or None,
             ends_run=ends_run or None,
             protocol_version=PROTOCOL_VERSION,
             role=idl.Role.WRITER,
             run=run,
-            client=client,
+            client=CLIENT,
             epoch=epoch,
             rank=0,
             world_size=0,  # not a trainer: no watermark waits for it
@@ -152,7 +136,7 @@ class ReplayTarget:
             client.places = places
             try:
                 # Without a session: what is there now may be another server.
-                reply = await client.hello(self.hello("", "", 0, []), timeout_s=self.connect_timeout_s)
+                reply = await client.hello(self.hello("", 0, []), timeout_s=self.connect_timeout_s)
                 if (reply.server_id, reply.shard) != (places.server_id, shard):
                     raise UnavailableError(
                         f"{client.address} is now shard {reply.shard} of server {reply.server_id}, not shard {shard} "
@@ -179,114 +163,7 @@ class ReplayTarget:
         async with await ParamServerClient.connect(
             host, port, timeout_s=self.connect_timeout_s, ssl_context=self.ssl_context, token=self.token
         ) as client:
-            return await client.hello(self.hello("", "", 0, []), timeout_s=self.connect_timeout_s)
-
-
-class Replay:
-    """Sends the batches of a source to a server.
-
-    Attributes:
-        num_sent: Rows that were sent and acked.
-        num_skipped: Rows that an earlier run of the same replay has delivered.
-    """
-
-    def __init__(self, source: ReplaySource, target: ReplayTarget, *, max_sessions: int = 32) -> None:
-        """Prepare to send a summarized source.
-
-        Args:
-            source: The logs.
-            target: The server.
-            max_sessions: Epochs whose rows are sent without a pause in between.
-        """
-        self._max_sessions = max_sessions
-        self.num_sent = self.num_skipped = 0
-        self._source, self._target = source, target
-        self._specs: dict[str, TableSpec] = {}
-
-    async def run(self, *, on_progress: Callable[[int], None] = lambda _: None) -> None:
-        """Send everything; return when all of it is durable. Cancellation: another run resumes.
-
-        `on_progress` is called with the number of bytes of the log that were processed since the last call.
-
-        Raises:
-            SpecMismatchError: The server has a table of that name with another spec.
-            UnavailableError: A shard was away for too long.
-            HeadraceError: The server refuses, or a log cannot be read.
-        """
-        target, wanted = dataclasses.replace(self._target, fills=frozenset(self._source.filled)), self._source.wanted
-        reply, places = await target.ask()
-        specs = {fqn: spec for fqn, spec in self._source.specs.items() if wanted.takes_table(fqn)}
-        # A table that has grown there since keeps its rows.
-        grown = {spec.fqn: spec for spec in map(spec_from_idl, reply.tables)}
-        self._specs = {
-            fqn: grown[fqn] if fqn in grown and grown[fqn].is_growth_of(spec) else spec for fqn, spec in specs.items()
-        }
-        resolver, limits = target.resolver(places), reply.limits
-        max_bytes = min(limits.max_frame_bytes, limits.max_inflight_bytes, _MAX_MESSAGE_BYTES) - _SPARE_BYTES
-        tables, run = list(self._specs.values()), ""
-        for log in self._source.logs:
-            run = f"replay-{self._digest(log, len(places), max_bytes)}"
-            for shard in range(len(places)):
-                await self._hello(target, resolver, shard, target.hello(run, "replay", _EPOCH, tables))
-
-            def writer_of(epoch: int, run: str = run) -> ServerWriter:
-                return ServerWriter(target, resolver, f"{run}-{epoch}", tables, max_bytes=max_bytes, epoch=epoch)
-
-            await self._feed(log, writer_of, on_progress)
-        whole, updated_only = self._source.filled - self._source.incomplete, self._source.updated_only
-        if (whole | updated_only) & self._specs.keys():
-            request = target.hello(run, "replay", _EPOCH, tables, complete=whole, updated_only=updated_only)
-            for shard in range(len(places)):
-                await self._hello(target, resolver, shard, request)
-
-    async def _hello(self, target: ReplayTarget, resolver: Resolver, shard: int, request: Any) -> None:
-        """Say hello to a shard over a connection of its own."""
-
-        async def attempt() -> None:
-            async with await target.connect(resolver, shard) as client:
-                await client.hello(request, timeout_s=target.connect_timeout_s)
-
-        await retry(attempt, patience_s=target.timeout_s)
-
-    async def _feed(
-        self, log: SourceLog, writer_of: Callable[[int], ServerWriter], on_progress: Callable[[int], None]
-    ) -> None:
-        read: list[int] = []  # sizes, appended to by the reading thread
-        batches = self._source.batches(log, on_progress=read.append)
-        writers: dict[int, ServerWriter] = {}  # by epoch
-        sending: set[int] = set()
-        last: dict[str, int] = {}  # by table, the epoch of the rows sent last
-        async with contextlib.AsyncExitStack() as stack:
-            while (batch := await asyncio.to_thread(next, batches, None)) is not None:
-                on_progress(sum(read))
-                read.clear()
-                if batch.epoch not in sending:
-                    if len(sending) == self._max_sessions:
-                        await stack.aclose()
-                        sending.clear()
-                    writer = writers.setdefault(batch.epoch, writer_of(batch.epoch))
-                    await stack.enter_async_context(writer.sending())
-                    sending.add(batch.epoch)
-                names = {delta.fqn for delta in batch.deltas}
-                for epoch in {last[name] for name in names & last.keys()} - {batch.epoch}:
-                    await writers[epoch].wait_acked()
-                last |= dict.fromkeys(names, batch.epoch)
-                for delta in batch.deltas:
-                    delta.fingerprint = self._specs[delta.fqn].fingerprint  # the table may have grown after the record
-                num_sent, num_skipped = await writers[batch.epoch].put(
-                    batch.deltas, step=batch.step, time_us=batch.time_us
-                )
-                self.num_sent += num_sent
-                self.num_skipped += num_skipped
-            on_progress(sum(read))
-
-    def _digest(self, log: SourceLog, num_shards: int, max_bytes: int) -> str:
-        """Name this replay of a log by everything that decides its batches. Never reorder: replays would not resume."""
-        wanted = self._source.wanted
-        fields = [_SPLIT_VERSION, log.log_id, log.first_seq, log.nonces, num_shards, max_bytes]
-        fields += [wanted.from_step, wanted.to_step, wanted.since_us, wanted.until_us, sorted(wanted.tables)]
-        fields += [wanted.model] if wanted.model is not None else []  # as before models, for replays begun then
-        return hashlib.sha256(msgpack.packb(fields)).hexdigest()[:16]
+            return await client.hello(self.hello("", 0, []), timeout_s=self.connect_timeout_s)
 
 
 class ServerWriter:
@@ -297,31 +174,25 @@ class ServerWriter:
 
     def __init__(
         self,
-        target: ReplayTarget,
+        target: TargetServer,
         resolver: Resolver,
         run: str,
         specs: list[TableSpec],
         *,
         max_bytes: int,
-        client: str = "replay",
         epoch: int,
-        claims_tables: bool = False,
     ) -> None:
-        """Prepare to write rows of an epoch, in messages whose columns have `max_bytes` at most.
-
-        With `claims_tables` the tables are the run's.
-        """
+        """Prepare to write rows of the run's tables in an epoch, in messages whose columns have `max_bytes` at most."""
         self._max_bytes = max_bytes
         self._seeds = {spec.fqn: spec.seed for spec in specs}
         self._epoch = epoch
         self._writers = [
-            ShardWriter(target, resolver, shard, run, specs, client=client, epoch=epoch, claims_tables=claims_tables)
-            for shard in range(len(resolver.places))
+            ShardWriter(target, resolver, shard, run, specs, epoch=epoch) for shard in range(len(resolver.places))
         ]
 
     @contextlib.asynccontextmanager
     async def sending(self) -> AsyncIterator[Self]:
-        """Send while the block lasts, and wait at its end until everything is durable. May be entered again.
+        """Send while the block lasts, and wait at its end until everything is durable.
 
         Raises:
             UnavailableError: A shard was away for too long.
@@ -377,25 +248,22 @@ class ServerWriter:
 class ShardWriter:
     """Sends numbered batches to one shard, over as many connections as it takes. Thread: the event loop's.
 
-    The same batches in the same order resume where an earlier writer of the same run and client was interrupted.
+    The same batches in the same order resume where an earlier writer of the same run was interrupted.
     """
 
     def __init__(
         self,
-        target: ReplayTarget,
+        target: TargetServer,
         resolver: Resolver,
         shard: int,
         run: str,
         specs: list[TableSpec],
         *,
-        client: str,
         epoch: int,
-        claims_tables: bool,
     ) -> None:
-        """Prepare to write to a shard, wherever it is. Names of run and client identify the sequence of batches."""
+        """Prepare to write to a shard, wherever it is. The run's name identifies the sequence of batches."""
         self._target, self._resolver, self._shard, self._specs = target, resolver, shard, specs
-        self._run, self._client = run, client
-        self._epoch, self._claims_tables = epoch, claims_tables
+        self._run, self._epoch = run, epoch
         self._unacked: deque[Any] = deque()
         self._unacked_bytes = self._num_taken = 0  # taken: those of the unacked ones sent on this connection
         self._next_seq = 1
@@ -414,7 +282,7 @@ class ShardWriter:
 
     async def put(self, request: Any) -> bool:
         """Number a batch and send it; return False if the shard has it already. Waits while the window is full."""
-        request.run, request.client, request.client_seq = self._run, self._client, self._next_seq
+        request.run, request.client, request.client_seq = self._run, CLIENT, self._next_seq
         self._next_seq += 1
         assert self._durable_seq is not None
         if request.client_seq <= self._durable_seq:
@@ -452,7 +320,7 @@ class ShardWriter:
     async def _run_connection(self) -> NoReturn:
         target = self._target
         async with await target.connect(self._resolver, self._shard) as client:
-            hello = target.hello(self._run, self._client, self._epoch, self._specs, claims_tables=self._claims_tables)
+            hello = target.hello(self._run, self._epoch, self._specs, claims_tables=True)
             reply = await client.hello(hello)
             self._take_acks(reply.last_client_seq)
             self._num_taken = 0
@@ -493,33 +361,28 @@ def _message(deltas: list[Any], version: dict[str, int]) -> Any:
 
 def _route_delta(delta: Any, seed: int, num_shards: int) -> list[Any | None]:
     """Return the part of an `idl.TableDelta` for each shard, None if it has no rows there."""
-    row_ids, deleted = _ids(delta.row_ids), _ids(delta.deleted_row_ids)
-    row_shards, deleted_shards = (shards_of_rows(seed, ids, num_shards) for ids in (row_ids, deleted))
+    row_shards = shards_of_rows(seed, np.frombuffer(delta.row_ids, "<i8"), num_shards)
     parts: list[Any | None] = []
     for shard in range(num_shards):
-        rows, gone = np.flatnonzero(row_shards == shard), np.flatnonzero(deleted_shards == shard)
-        is_whole = rows.size == row_ids.size and gone.size == deleted.size
-        if not rows.size and not gone.size:
+        rows = np.flatnonzero(row_shards == shard)
+        if not rows.size:
             parts.append(None)
         else:
-            parts.append(delta if is_whole else _select_rows(delta, rows, gone))
+            parts.append(delta if rows.size == row_shards.size else _select_rows(delta, rows))
     return parts
 
 
-def _select_rows(delta: Any, rows: npt.NDArray[np.intp], deleted: npt.NDArray[np.intp]) -> Any:
-    """Return a copy of some rows of an `idl.TableDelta`.
+def _select_rows(delta: Any, rows: npt.NDArray[np.intp]) -> Any:
+    """Return a copy of some rows of an `idl.TableDelta`, whose columns are bytes, or views of them.
 
     Args:
-        delta: Its columns are bytes, or views of them.
+        delta: Not empty.
         rows: int[k], places among its `row_ids`.
-        deleted: int[m], places among its `deleted_row_ids`.
     """
-    num_rows = len(delta.row_ids) // 8
+    num_rows = _num_rows(delta)
 
     def select(data: Any) -> Any:
-        if data is None or not num_rows:
-            return data
-        return np.frombuffer(data, np.uint8).reshape(num_rows, -1)[rows].tobytes()
+        return None if data is None else np.frombuffer(data, np.uint8).reshape(num_rows, -1)[rows].tobytes()
 
     return idl.TableDelta(
         fqn=delta.fqn,
@@ -533,7 +396,6 @@ def _select_rows(delta: Any, rows: npt.NDArray[np.intp], deleted: npt.NDArray[np
             for state in delta.states
         ],
         identities=select(delta.identities),
-        deleted_row_ids=_ids(delta.deleted_row_ids)[deleted].tobytes(),
         scalars=delta.scalars,
     )
 
@@ -558,30 +420,25 @@ def _pieces(delta: Any, max_bytes: int) -> Iterator[tuple[Any, int]]:
     if size_bytes <= max_bytes:
         yield delta, size_bytes
         return
-    num_rows, num_all = len(delta.row_ids) // 8, _num_rows(delta)
-    rows_per_piece = max_bytes * num_all // size_bytes
+    num_rows = _num_rows(delta)
+    rows_per_piece = max_bytes * num_rows // size_bytes
     if not rows_per_piece:
         raise ConfigError(f"a row of table {delta.fqn!r} does not fit the server's frames: raise its --max-frame-bytes")
-    for start in range(0, num_all, rows_per_piece):
-        some = np.arange(start, min(start + rows_per_piece, num_all))
-        piece = _select_rows(delta, some[some < num_rows], some[some >= num_rows] - num_rows)
-        # Rows with values are longer than deleted ones, so a piece with many of them may still be too long.
-        yield from _pieces(piece, max_bytes) if len(some) > 1 else [(piece, _size_of_delta(piece))]
+    for start in range(0, num_rows, rows_per_piece):
+        piece = _select_rows(delta, np.arange(start, min(start + rows_per_piece, num_rows)))
+        # Scalars are in each piece, so that it may still be too long.
+        yield from _pieces(piece, max_bytes) if _num_rows(piece) > 1 else [(piece, _size_of_delta(piece))]
 
 
 def _size_of_delta(delta: Any) -> int:
     """Return the bytes of a delta's columns."""
-    columns = [delta.row_ids, delta.weights, delta.identities, delta.deleted_row_ids]
+    columns = [delta.row_ids, delta.weights, delta.identities]
     columns += [state.data for state in delta.states] + [scalar.data for scalar in delta.scalars or ()]
     return sum(len(column) for column in columns if column is not None)
 
 
 def _num_rows(delta: Any) -> int:
-    return (len(delta.row_ids) + len(delta.deleted_row_ids or b"")) // 8
-
-
-def _ids(data: Any) -> npt.NDArray[np.int64]:
-    return np.frombuffer(data if data is not None else b"", "<i8")
+    return len(delta.row_ids) // 8
 
 
 def _decisive(errors: Sequence[BaseException]) -> BaseException:

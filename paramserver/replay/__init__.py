@@ -1,1 +1,0 @@
-"""Replay of update logs into a running server."""
