@@ -39,7 +39,7 @@ WINGS = {
 LINES = {
     "schemas": 3_080,
     "kernels": 3_410,
-    "paramserver": 45_290,
+    "paramserver": 45_310,
     "streamer": 17_430,
     "scripts": 11_040,
     "examples": 240,
