@@ -118,6 +118,14 @@ class HandOverLedger:
                 told = [op.value for op in possible][:4]
                 raise Finding(f"{where} answered {value} for row {row}, not one of {told}: stale, lost or resurrected")
 
+    def cut(self, account: Account, number: int) -> None:
+        """Take that a trainer's batches end with one, where another server has taken this one's place."""
+        if number < account.num_acked:
+            raise Finding(f"{account.name}: {account.num_acked} batches were acked, {number} are in the new server")
+        for row, ops in self._rows.items():
+            if self._of[row] is account:
+                self._rows[row] = [op for op in ops if op.number <= number] or [Op(0, None)]
+
     def check_end(self, values: Mapping[int, float | None], placed: Mapping[int, tuple[str, int]]) -> None:
         """Compare the rows and the log of the last owner with what was sent: all batches are acked."""
         for row, ops in self._rows.items():

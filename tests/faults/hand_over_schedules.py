@@ -43,6 +43,7 @@ from headrace.paramserver.shard.service import Shard
 from headrace.schemas.errors import (
     HeadraceError,
     OverloadedError,
+    ReshardedError,
     SequenceGapError,
     StorageError,
     UnavailableError,
@@ -51,10 +52,10 @@ from headrace.schemas.idl import idl
 from headrace.schemas.tables import DType, TableSpec
 from headrace.scripts.commands.promote import promote_shard
 
-__all__ = ["ADMIN_DIAL", "HandOverSchedule"]
+__all__ = ["ADMIN_DIAL", "SPEC", "HandOverSchedule", "read_rows"]
 
 ADMIN_DIAL = Dial(ssl_context=None, server_hostname=None, token=None, timeout_s=5.0, role=idl.Role.ADMIN)
-_SPEC = TableSpec(fqn="items.weight", num_rows=0, dim=1, dtype=DType.FLOAT32)
+SPEC = TableSpec(fqn="items.weight", num_rows=0, dim=1, dtype=DType.FLOAT32)
 _NUM_TRAINERS, _NUM_ROWS, _WINDOW = 2, 6, 4
 _PATIENCE_S = 8.0
 _LOOK_S = 3.0
@@ -66,6 +67,8 @@ class HandOverSchedule(Schedule):
     least_faults, faults_s, settle_s = 1, 9.0, 240.0
     surroundings = surroundings
     loop_type: ClassVar[Any] = HostLoop
+    chance_of_claims: ClassVar[float] = 0.35
+    may_lose: ClassVar[bool] = True  # machines, for good
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
@@ -75,7 +78,7 @@ class HandOverSchedule(Schedule):
         loop.latency_s = rng.choice(((0.0005, 0.002), (0.001, 0.05), (0.005, 0.3)))
         loop.thread_s = rng.choice((0.005, 0.1))
         self.loop, self.world, self.ledger = loop, World(), HandOverLedger()
-        self.has_claims = rng.random() < 0.35
+        self.has_claims = rng.random() < self.chance_of_claims
         first = self.add_server(None)
         second = self.add_server([first])
         if rng.random() < 0.6:
@@ -83,7 +86,7 @@ class HandOverSchedule(Schedule):
         self._chance = self.draw_rng()  # of the operator
         self._promoting = Counter[SimulatedServer]()
         self.trainers = [_Trainer(self, rank) for rank in range(_NUM_TRAINERS)]
-        self._final: tuple[dict[int, float | None], dict[int, tuple[str, int]]] | None = None
+        self.final: tuple[dict[int, float | None], dict[int, tuple[str, int]]] | None = None
 
     def draw_rng(self) -> random.Random:
         """Return a source of chance for one who takes part: who draws first must not matter."""
@@ -207,9 +210,9 @@ class HandOverSchedule(Schedule):
                     self.run_beside(self._in_host("operator", self._promote(server)))
                     if rng.random() < 0.3:
                         self.run_beside(self._in_host("operator", self._change_its_mind()))
-                case 6:
+                case 6 if self.may_lose:
                     await self._try(self._give_up_follower(server))
-                case 7 | 8 | 9:
+                case 7 | 8 | 9 if self.may_lose:
                     await self._try(self._force(server))
                 case _:
                     await self._try(self._replace(server))
@@ -321,7 +324,7 @@ class HandOverSchedule(Schedule):
     async def _replace(self, server: SimulatedServer) -> None:
         """Let a machine that has nothing more begin anew, as a follower of the owner."""
         owners = [each for each in self.servers if each is not server and isinstance(each.shard, Shard)]
-        has_nothing = server.is_lost or (isinstance(server.shard, Shard) and await self._leads_on(server.shard))
+        has_nothing = server.is_lost or (isinstance(server.shard, Shard) and await self.leads_on(server.shard))
         if owners and has_nothing:
             server.kill()
             server.use_new_directory(self._chance.choice(owners).address)
@@ -375,12 +378,12 @@ class HandOverSchedule(Schedule):
         while not has_ended:
             await asyncio.sleep(1.0)
             with contextlib.suppress(UnavailableError):
-                has_ended = await self._end()
+                has_ended = await self.end()
 
-    async def _end(self) -> bool:
+    async def end(self) -> bool:
         """Return whether one owner has all, and all others have what it has; note it then."""
         shards = [each.shard for each in self.servers if each.host is not None]
-        owners = [each for each in shards if isinstance(each, Shard) and not await self._leads_on(each)]
+        owners = [each for each in shards if isinstance(each, Shard) and not await self.leads_on(each)]
         followers = [each for each in shards if isinstance(each, FollowingShard)]
         if None in shards or len(owners) != 1:
             return False
@@ -399,24 +402,25 @@ class HandOverSchedule(Schedule):
                 raise Finding("a follower has another log than the owner")
             if dict(follower.store.scan(b"")) != dict(owner.store.scan(b"")):
                 raise Finding("a follower has other rows than the owner")
-        values = await _read_rows(server, self.ledger.rows)
+        values = await read_rows(server, self.ledger.rows)
         placed = {
             record.seq: (record.header["client"], record.header["client_seq"])
             for record in owner.log.read(owner.log.first_seq)
             if record.header["kind"] == KIND_BATCH
         }
-        self._final = dict(zip(self.ledger.rows, values, strict=True)), placed
+        self.final = dict(zip(self.ledger.rows, values, strict=True)), placed
         return True
 
-    async def _leads_on(self, shard: Shard) -> bool:
+    async def leads_on(self, shard: Shard) -> bool:
+        """Return whether a server says that the shard is elsewhere; `ReshardedError` once all shards are."""
         server = next(each for each in self.servers if each.shard is shard)
         client = await ParamServerClient.connect("127.0.0.1", server.port)
         async with client:
             return bool((await client.hello(hello_of_nobody())).shard == STANDBY)
 
     def check(self) -> None:
-        assert self._final is not None
-        self.ledger.check_end(*self._final)
+        assert self.final is not None
+        self.ledger.check_end(*self.final)
         self.did.update(acked=sum(each.account.num_acked for each in self.trainers), reads=self.ledger.num_reads)
 
     def describe(self) -> str:
@@ -438,7 +442,7 @@ def _facts(shard: Shard | FollowingShard, other: Shard | FollowingShard) -> list
     return [(r.seq, shard.log.nonce_of(r.seq), r.epoch, r.header, bytes(r.body)) for r in shard.log.read(from_seq)]
 
 
-async def _read_rows(server: SimulatedServer, rows: list[int]) -> list[float | None]:
+async def read_rows(server: SimulatedServer, rows: list[int]) -> list[float | None]:
     """Return rows as a server answers them."""
     client = await ParamServerClient.connect("127.0.0.1", server.port)
     async with client:
@@ -448,7 +452,7 @@ async def _read_rows(server: SimulatedServer, rows: list[int]) -> list[float | N
 
 async def _rows_at(client: ParamServerClient, rows: list[int]) -> list[float | None]:
     request = idl.GetEmbeddingsRequest(
-        fqn=_SPEC.fqn, row_ids=np.asarray(rows, "<i8"), with_states=False, with_versions=False
+        fqn=SPEC.fqn, row_ids=np.asarray(rows, "<i8"), with_states=False, with_versions=False
     )
     reply = await client.get_embeddings(request, timeout_s=2.0)
     weights = np.frombuffer(reply.weights, "<f4")
@@ -464,6 +468,7 @@ class _Trainer:
         self._schedule, self._rank, self._rng = schedule, rank, schedule.draw_rng()
         self._requests: list[Any] = []
         self._places: ShardPlaces | None = None
+        self._has_moved = False  # to another server, where its story is another one
         self._stay_s = self._rng.choice((100.0, 100.0, 3.0, 1.0))  # with one server, at most
 
     async def run(self) -> None:
@@ -476,6 +481,9 @@ class _Trainer:
                     client = await ParamServerClient.connect("127.0.0.1", server.port)
                 async with client:
                     await self._send_to(client, server)
+            except ReshardedError:
+                self._has_moved = True
+                self._making.cancel()
             except (UnavailableError, OverloadedError, SequenceGapError, TimeoutError):
                 schedule.did["resends"] += 1
             await asyncio.sleep(0.05)
@@ -498,18 +506,18 @@ class _Trainer:
                 self.account, number, dict.fromkeys(rows, float(number)) | dict.fromkeys(deleted, None)
             )
             more = {"deleted_row_ids": np.asarray(deleted, "<i8")} if deleted else {}
-            delta = delta_of(_SPEC, rows, float(number), **more)
+            delta = delta_of(SPEC, rows, float(number), **more)
             self._requests.append(request_of(delta, client_seq=number, client=self.name))
 
     @property
     def _is_over(self) -> bool:
-        return self._making.done() and self.account.num_acked == len(self._requests)
+        return self._has_moved or (self._making.done() and self.account.num_acked == len(self._requests))
 
     async def _send_to(self, client: ParamServerClient, server: SimulatedServer) -> None:
         ledger, account = self._schedule.ledger, self.account
         client.places = self._places
         hello = await client.hello(
-            hello_of_writer(_SPEC, client=self.name, rank=self._rank, world_size=_NUM_TRAINERS), timeout_s=_PATIENCE_S
+            hello_of_writer(SPEC, client=self.name, rank=self._rank, world_size=_NUM_TRAINERS), timeout_s=_PATIENCE_S
         )
         if self._places is None:
             self._places = ShardPlaces.of_hello(hello, "127.0.0.1", server.port)

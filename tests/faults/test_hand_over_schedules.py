@@ -140,7 +140,7 @@ def a_source_that_reopens_when_its_follower_is_silent(patch: pytest.MonkeyPatch)
         try:
             return await ask(self, offer, **asked)
         except HeadraceError:
-            return idl.OfferState.DECLINED
+            return idl.OfferState.DECLINED, 0
 
     patch.setattr(HandOver, "_ask_about", credulous)
 

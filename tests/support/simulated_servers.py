@@ -42,7 +42,7 @@ from headrace.schemas.errors import (
     UnavailableError,
 )
 
-__all__ = ["CLAIMS_URL", "MemoryClaims", "SimulatedServer", "World", "surroundings"]
+__all__ = ["CLAIMS_URL", "DiskLog", "MemoryClaims", "SimulatedServer", "World", "surroundings"]
 
 CLAIMS_URL = "file:///claims"
 
@@ -95,6 +95,11 @@ class DiskLog(MemoryUpdateLog):
             log = logs[file.read_text()].reopen()
         logs[file.read_text()] = log
         return log
+
+    def add(self, header: dict[str, Any]) -> None:
+        """Add a record without rows, durably."""
+        self.append(epoch=1, header=header, body=[])
+        self._commit()
 
     def _be_killed(self) -> None:
         num_kept = self._host.rng.randint(0, len(self._pending))
