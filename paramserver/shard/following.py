@@ -284,9 +284,12 @@ class Following(SourceCopy):
                     looking = self._keep_looking(next_log)
                     await stack.enter_async_context(background_task(looking, name="headrace-follow-next-log"))
                 await asyncio.wait((copying, forced), return_when=asyncio.FIRST_COMPLETED)
-            offer = ingest.offer if copying.cancelled() else await copying
-            # Forced behind an offer to itself, it lacks nothing.
-            offer = offer if offer is not None and self._is_ours(offer) else None
+            is_forced = copying.cancelled()
+            offer = ingest.offer if is_forced else await copying
+            if offer is None or not self._is_ours(offer):
+                if not is_forced:
+                    continue  # it was declined just now
+                offer = None  # behind an offer to itself, it would lack nothing
             await ingest.wait_durable(last_seq := ingest.accepted_seq if offer is None else offer.seq)
             if not await self._accept(log, last_seq, offer, next_log):
                 continue

@@ -78,6 +78,7 @@ class HandOver:
     Attributes:
         successor: Where the shard is once an offer was accepted; None before.
         resharded: Once another server has taken the place of this one, the error that says where it is; None before.
+        starts_again: If the owner goes on with a shard that it has offered, it does so by another start.
     """
 
     def __init__(self, config: ShardConfig, ingest: Ingest, *, term: int, on_left: Callable[[], None]) -> None:
@@ -86,8 +87,8 @@ class HandOver:
         self.resharded: ReshardedError | None = None
         self._config, self._ingest, self._term, self._on_left = config, ingest, term, on_left
         self._dial = peer_dial(config, role=idl.Role.ADMIN)
+        self.starts_again = False
         self._closed_s = self._may_read_until_s = -math.inf
-        self._starts_again = False
         self._task: asyncio.Task[None] | None = None
         self._failed: asyncio.Future[HeadraceError] = asyncio.get_running_loop().create_future()
 
@@ -122,7 +123,7 @@ class HandOver:
         """Go on with an offer that a start has found at the end of its log, before the shard serves."""
         self._close(offer)
         # This start tells the term of the offer. If it goes on, it needs one that clients take for a later one.
-        self._starts_again = self._config.log is not None
+        self.starts_again = self._config.log is not None
         if offer.is_taken:
             return self._leave(offer)
         # The follower cannot claim a term any more that this start has claimed.
@@ -322,7 +323,7 @@ class HandOver:
                 await asyncio.sleep(exc.retry_after_s or _FIRST_PAUSE_S)
                 continue
             fact(_log, logging.WARNING, "shard goes on: it was not taken over", offered_to=offer.to)
-            if self._starts_again:
+            if self.starts_again:
                 self._fail(
                     UnavailableError(f"shard {self._config.shard} was not taken over by {offer.to}: it starts again")
                 )

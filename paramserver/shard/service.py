@@ -147,7 +147,9 @@ class Shard(ReadService):
         if not isinstance(error, LogFencedError):
             return error
         if (offer := self._ingest.offer) is not None and offer.is_elsewhere:
-            # Who took over has claimed the shard; this process tells where it is.
+            # Who took over has claimed the shard; this process tells where it is. But if the offer is declined, it is
+            # somebody else who has, and the next start says who.
+            self._hand_over.starts_again = True
             return await self.first_failure(self._hand_over, is_owner=False)
         return error if self._config.log is None else await self._word_of_log() or error
 

@@ -53,6 +53,7 @@ class Schedule:
     faults_s: ClassVar[float] = 3.0
     settle_s: ClassVar[float] = 60.0
     surroundings: ClassVar[Callable[[], AbstractContextManager[Any]]] = nullcontext
+    loop_type: ClassVar[type[VirtualLoop]] = VirtualLoop
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -137,7 +138,7 @@ def run_schedule(scenario: type[Schedule], seed: int, loop: VirtualLoop) -> Coun
 
 def run_schedules(scenario: type[Schedule], seeds: range) -> tuple[Counter[str], list[str]]:
     """Run schedules; return what they did in all, and a line for each finding."""
-    loop, total, findings = VirtualLoop(), Counter[str](), list[str]()
+    loop, total, findings = scenario.loop_type(), Counter[str](), list[str]()
     with scenario.surroundings():
         for seed in seeds:
             try:

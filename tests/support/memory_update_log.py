@@ -49,12 +49,14 @@ class _Record:
     header: bytes
     body: bytes
     size_bytes: int
+    source_mark: int
 
 
 @dataclass(slots=True)
 class _Segment:
     written_us: int
     nonce: int
+    source_mark: int
     size_bytes: int = SEGMENT_HEADER_BYTES
     records: list[_Record] = field(default_factory=list)
 
@@ -78,15 +80,20 @@ class MemoryUpdateLog:
         *,
         config: UpdateLogConfig | None = None,
         clock_us: Callable[[], int] = lambda: time.time_ns() // 1000,
+        begin_seq: int = 1,
+        begin_mark: int | None = None,
     ) -> None:
         """Make an empty log.
 
         Args:
             config: Settings; what concerns disks is ignored.
             clock_us: Wall clock, microseconds since 1970.
+            begin_seq: First seq.
+            begin_mark: The source's mark of the record before that.
         """
-        self.first_seq = 1
-        self.last_seq = 0
+        self.first_seq = begin_seq
+        self.last_seq = begin_seq - 1
+        self._begin_seq, self._begin_mark = begin_seq, begin_mark
         self.failed: StorageError | LogFencedError | None = None
         self.metrics = LogMetrics()
         self.pending_bytes = self.term = 0
@@ -97,8 +104,8 @@ class MemoryUpdateLog:
         self._lock = threading.Lock()
         self._segments: list[_Segment] = []
         self._segment: _Segment | None = None  # the one that this log writes to
-        self._next_seq = 1
-        self._pending: list[tuple[int, int, bytes, Sequence[Segment], int, DurableFuture]] = []
+        self._next_seq = begin_seq
+        self._pending: list[tuple[int, int, bytes, Sequence[Segment], int, int, DurableFuture]] = []
         self._failure: asyncio.Future[HeadraceError] | None = None
         self._is_held = False
         self._is_scheduled = False
@@ -106,7 +113,9 @@ class MemoryUpdateLog:
 
     def reopen(self) -> MemoryUpdateLog:
         """Return a log that goes on where this closed or failed one was durable."""
-        log = MemoryUpdateLog(config=self._config, clock_us=self._clock_us)
+        log = type(self)(
+            config=self._config, clock_us=self._clock_us, begin_seq=self._begin_seq, begin_mark=self._begin_mark
+        )
         with self._lock:
             log._segments = list(self._segments)
         log.first_seq, log.last_seq = self.first_seq, self.last_seq
@@ -148,8 +157,8 @@ class MemoryUpdateLog:
         with self._lock:
             return sum(segment.size_bytes for segment in self._segments)
 
-    def append(self, *, epoch: int, header: dict[str, Any], body: Sequence[Segment]) -> Append:
-        """See `UpdateLog.append`."""
+    def append(self, *, epoch: int, header: dict[str, Any], body: Sequence[Segment], source_mark: int = 0) -> Append:
+        """See `UpdateLog.append`, and `FileUpdateLog.append`."""
         if self.failed is not None:
             raise type(self.failed)(str(self.failed))
         if self._is_closed:
@@ -164,7 +173,7 @@ class MemoryUpdateLog:
         seq = self._next_seq
         self._next_seq += 1
         self.pending_bytes += size_bytes
-        self._pending.append((seq, epoch, packed, body, size_bytes, durable))
+        self._pending.append((seq, epoch, packed, body, size_bytes, source_mark, durable))
         self._schedule()
         return Append(seq, durable)
 
@@ -185,7 +194,8 @@ class MemoryUpdateLog:
         """See `UpdateLog.nonce_of`."""
         with self._lock:
             held = (segment for segment in self._segments if segment.records[0].seq <= seq <= segment.records[-1].seq)
-            return next((segment.nonce for segment in held), None)
+            mark = next((segment.source_mark or segment.nonce for segment in held), None)
+        return self._begin_mark if mark is None and seq == self._begin_seq - 1 else mark
 
     def trim(self, before_seq: int, *, max_bytes: int | None = None, max_age_s: float | None = None) -> int:
         """See `UpdateLog.trim`."""
@@ -220,12 +230,12 @@ class MemoryUpdateLog:
         if self._is_held and self.failed is None:
             return
         pending, self._pending = self._pending, []
-        for seq, epoch, header, body, size_bytes, durable in pending:
+        for seq, epoch, header, body, size_bytes, source_mark, durable in pending:
             self.pending_bytes -= size_bytes
             if self.failed is not None:
                 durable.set_exception(type(self.failed)(str(self.failed)))
                 continue
-            self._add(_Record(seq, epoch, header, b"".join(body), size_bytes))
+            self._add(_Record(seq, epoch, header, b"".join(body), size_bytes, source_mark))
             self.last_seq = seq
             self.metrics.num_records += 1
             self.metrics.written_bytes += size_bytes
@@ -235,8 +245,10 @@ class MemoryUpdateLog:
     def _add(self, record: _Record) -> None:
         with self._lock:
             segment = self._segment
-            if segment is None or segment.size_bytes + record.size_bytes > self._config.segment_bytes:
-                self._segment = segment = _Segment(self._clock_us(), secrets.randbits(64) - 2**63)
+            is_full = segment is None or segment.size_bytes + record.size_bytes > self._config.segment_bytes
+            if segment is None or is_full or segment.source_mark != record.source_mark:
+                nonce = secrets.randbits(64) - 2**63
+                self._segment = segment = _Segment(self._clock_us(), nonce, record.source_mark)
                 self._segments.append(segment)
             segment.records.append(record)
             segment.size_bytes += record.size_bytes

@@ -64,16 +64,21 @@ class VirtualLoop(asyncio.BaseEventLoop):
             done.set_exception(exc)
         return done
 
+    def _advance(self) -> None:
+        """Let time pass until the next timer, which is ready then."""
+        timers = self._timers
+        while timers and timers[0][2]._cancelled:  # type: ignore[attr-defined]
+            heappop(timers)
+        if not timers:
+            raise RuntimeError("nothing is ready and no timer is set: everything waits for ever")
+        when, _, timer = heappop(timers)
+        self._now_s = max(when, self._now_s)
+        self._ready.append(timer)  # type: ignore[attr-defined]
+
     def _run_once(self) -> None:
-        ready, timers = self._ready, self._timers  # type: ignore[attr-defined]
+        ready = self._ready  # type: ignore[attr-defined]
         if not ready:
-            while timers and timers[0][2]._cancelled:  # type: ignore[attr-defined]
-                heappop(timers)
-            if not timers:
-                raise RuntimeError("nothing is ready and no timer is set: everything waits for ever")
-            when, _, timer = heappop(timers)
-            self._now_s = max(when, self._now_s)
-            ready.append(timer)
+            self._advance()
         for _ in range(len(ready)):
             handle = ready.popleft()
             if not handle._cancelled:
