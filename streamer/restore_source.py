@@ -295,7 +295,7 @@ class _StoredSnapshot(_Snapshot):
 
     def __init__(self, url: str) -> None:
         self.bytes_read = 0
-        self._store, self._url = SnapshotStore.of_url(url), url
+        self._store, self._url = SnapshotStore.of_url(url, creates=False), url
         self._fetched: tempfile.TemporaryDirectory[str] | None = None
 
     def describe(self, step: Step) -> StoredTables:

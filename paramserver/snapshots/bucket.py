@@ -92,9 +92,9 @@ class SnapshotStore:
         self._starts = ClaimedStarts(objects)
 
     @classmethod
-    def of_url(cls, url: str) -> SnapshotStore:
+    def of_url(cls, url: str, *, creates: bool = True) -> SnapshotStore:
         """Return the store at a URL; see `ObjectStore.of_url`."""
-        return cls(ObjectStore.of_url(url))
+        return cls(ObjectStore.of_url(url, creates=creates))
 
     def claim(self, server_id: str) -> None:
         """Take the prefix for a server; `ConfigError` if it is another's."""
@@ -425,7 +425,7 @@ def local_snapshot(
     Raises:
         ConfigError: There is no such snapshot; otherwise as `SnapshotStore.fetch`.
     """
-    store = SnapshotStore.of_url(url)
+    store = SnapshotStore.of_url(url, creates=False)
     manifest = store.choose(name, step=step)
     lock, done = threading.Lock(), 0
 

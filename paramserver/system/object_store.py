@@ -177,23 +177,28 @@ class ObjectStore:
         self._readers = ThreadPoolExecutor(_RANGES_AT_ONCE, "headrace-object-ranges")
 
     @classmethod
-    def of_url(cls, url: str, *, rate: RateLimit | None = None, deadline_s: float = _DEADLINE_S) -> Self:
+    def of_url(
+        cls, url: str, *, rate: RateLimit | None = None, deadline_s: float = _DEADLINE_S, creates: bool = True
+    ) -> Self:
         """Return the store at `s3://…`, `gs://…`, `az://…` or `file:///…`, with the environment's credentials.
 
         Args:
             url: Bucket and prefix.
             rate: Bounds the bytes a second, shared with other stores.
             deadline_s: How long to retry a request, seconds.
+            creates: Make the directory that is the store; one who only reads does not.
 
         Raises:
             ConfigError: The URL is wrong.
         """
         check_object_store_url(url)
+        if not creates and url.startswith("file:") and not Path(unquote(url.removeprefix("file://"))).is_dir():
+            raise ConfigError(f"{url}: there is no such directory")
         from obstore.exceptions import BaseError
         from obstore.store import from_url
 
         try:
-            options: dict[str, Any] = {"mkdir": True} if url.startswith("file:") else _http_options(deadline_s)
+            options: dict[str, Any] = {"mkdir": creates} if url.startswith("file:") else _http_options(deadline_s)
             if url.startswith("s3:") and "AWS_UNSIGNED_PAYLOAD" not in os.environ:
                 # A signature of the body is one more SHA-256 of all bytes, and what is large is read back.
                 options["config"] = {"unsigned_payload": True}

@@ -102,11 +102,13 @@ def list_snapshots(directory: _DirectoryOrUrl, *, as_json: AsJson = False) -> No
     """List the snapshots in a directory, oldest first. Exit code 1 when one cannot be read."""
     void: list[str] = []
     if is_object_store_url(directory):
-        store, damage = SnapshotStore.of_url(directory), list[str]()
+        store, damage = SnapshotStore.of_url(directory, creates=False), list[str]()
         manifests = store.list(with_void=True)
         void = [manifest.name for manifest in manifests if store.is_void(manifest)]
     else:
         manifests, damage = _files(Path(directory)).list()
+        if not manifests and not damage and not (Path(directory) / DATA_DIR_MANIFEST).is_file():
+            raise ConfigError(f"{directory}: no snapshots, and not the directory of a server")
     if as_json:
         found = [_to_json(manifest) | {"is_void": manifest.name in void} for manifest in manifests]
         print(json.dumps({"snapshots": found, "damage": damage}, indent=2))
@@ -127,7 +129,7 @@ def verify(
 ) -> None:
     """Check every byte of snapshots against their manifests. Exit code 1 when one is damaged."""
     if is_object_store_url(directory):
-        store = SnapshotStore.of_url(directory)
+        store = SnapshotStore.of_url(directory, creates=False)
         for one in [name] if name else store.names():
             _check(store, one)
         return
@@ -165,7 +167,7 @@ def upload(
 @snapshot.command()
 def check(url: _Url, name: Annotated[str, typer.Argument(metavar="NAME", help="The snapshot.")]) -> None:
     """Read every byte of a snapshot in an object store. Exit code 1 when it is damaged."""
-    _check(SnapshotStore.of_url(url), name)
+    _check(SnapshotStore.of_url(url, creates=False), name)
 
 
 def _check(store: SnapshotStore, name: str) -> None:
@@ -185,7 +187,7 @@ def remove(
 ) -> None:
     """Remove one snapshot. From an object store, `prune` removes its files a day later."""
     if is_object_store_url(directory):
-        store = SnapshotStore.of_url(directory)
+        store = SnapshotStore.of_url(directory, creates=False)
         store.manifest_of(name)
         store.remove(name)
     else:
@@ -204,7 +206,9 @@ def prune(
     The newest are those with the highest positions in the store's log, whatever the clocks said. In an object store,
     those that a shard was set back to before do not count, and go.
     """
-    files = SnapshotStore.of_url(directory) if is_object_store_url(directory) else _files(Path(directory))
+    files = (
+        SnapshotStore.of_url(directory, creates=False) if is_object_store_url(directory) else _files(Path(directory))
+    )
     manifests = files.list(with_void=True) if isinstance(files, SnapshotStore) else files.list()[0]
     num_newer: Counter[str] = Counter()
     old = []
@@ -246,7 +250,7 @@ def fetch(
             raise ConfigError("give the URL of an object store, or --server, not both")
         if not is_object_store_url(url):
             raise ConfigError(f"{url}: no URL of an object store; a server's address goes with --server")
-        store = SnapshotStore.of_url(url)
+        store = SnapshotStore.of_url(url, creates=False)
         manifest = store.choose(name)
         with show_bytes("Fetching", manifest.size_bytes) as bar:
             store.fetch(manifest.name, SnapshotFiles(to), on_progress=bar.advance)

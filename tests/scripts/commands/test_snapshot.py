@@ -92,6 +92,7 @@ def test_what_is_pruned_is_the_oldest_by_the_log(tmp_path: Path, run: CommandLin
     [
         (["list", "nowhere"], "nowhere: not a directory"),
         (["verify", "."], "no snapshots"),
+        (["list", "."], ".: no snapshots, and not the directory of a server"),
         (["list", "ftp://x/y"], "ftp://x/y: not a URL of an object store"),
         (
             ["list", "s3://user:secret@bucket"],
