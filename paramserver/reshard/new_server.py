@@ -70,7 +70,7 @@ _HOLD_MS, _HAND_OVER_S = 60_000, 30.0
 
 
 async def build_server(
-    seeds: Sequence[Address], dial: Dial, target: Path, *, num_shards: int, address: str
+    seeds: Sequence[Address], dial: Dial, target: Path, *, num_shards: int, address: str, archives: bool = False
 ) -> Predecessor:
     """Build a server's directory from a running server, and take that one's place; return which one that was.
 
@@ -80,6 +80,7 @@ async def build_server(
         target: The new directory, missing or empty; absolute.
         num_shards: Of the new server.
         address: Of shard 0 of the new server, for clients; it is bound already.
+        archives: The new server has an object store; without one, warn where the old server has one.
 
     Raises:
         ConfigError: The server has that many shards, follows another one or has a replicated log; it cannot reach
@@ -95,14 +96,14 @@ async def build_server(
     await asyncio.to_thread(check_target, target)
     links = await retry(lambda: link_all(dial, seeds), patience_s=_PATIENCE_S)
     try:
-        await _check_source(links, num_shards, address)
+        await _check_source(links, num_shards, address, archives=archives)
         where = ",".join(format_address(*seed) for seed in seeds)
         return await _Builder(links, dial, where, target, num_shards, address).run()
     finally:
         await asyncio.gather(*(link.close() for link in links))
 
 
-async def _check_source(links: Sequence[ShardLink], num_shards: int, address: str) -> None:
+async def _check_source(links: Sequence[ShardLink], num_shards: int, address: str, *, archives: bool) -> None:
     source = f"the server at {links[0].address}"
     if len(links) == num_shards:
         raise ConfigError(
@@ -111,12 +112,17 @@ async def _check_source(links: Sequence[ShardLink], num_shards: int, address: st
         )
     if is_loopback(parse_address(address)[0]) and not all(is_loopback(link.host) for link in links):
         raise ConfigError(f"{source} cannot reach this one at {address}: set --advertise-host")
+    is_archived = False
     for link in links:
         status = await retry(link.status, patience_s=_PATIENCE_S)
+        is_archived |= status.archive is not None
         if status.log is not None:
             raise ConfigError(f"{source} has a replicated log: only servers with a log in files are built anew")
         if status.following is not None:
             raise ConfigError(f"{source} follows {status.following.source}: name that one")
+    if is_archived and not archives:
+        text = "the archive ends with the old server: the new one has no --object-store, which takes a new prefix"
+        fact(_log, logging.WARNING, text, server=links[0].address)
 
 
 class _Builder:

@@ -254,7 +254,9 @@ def _reshard(config: ServerConfig, ready: ReadyFile | None, watch_stdin: bool, *
                 building.cancel()
 
             with stop_requests(stop, stop if watch_stdin else None):
-                await build_server(seeds, dial, data, num_shards=num_shards, address=address)
+                await build_server(
+                    seeds, dial, data, num_shards=num_shards, address=address, archives=config.object_store is not None
+                )
 
         try:
             asyncio.run(build())
