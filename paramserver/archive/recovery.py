@@ -25,6 +25,7 @@ from headrace.paramserver.archive.objects import Piece, ShardArchive, chain_of, 
 from headrace.paramserver.archive.points import PointFinder, RestorePoint, StepPoint, choose_point
 from headrace.paramserver.config.cluster_file import ClusterFile, ClusterNode
 from headrace.paramserver.config.data_dir import Manifest, find_manifest
+from headrace.paramserver.ingest.shard_state import offer_at
 from headrace.paramserver.log.claims import Claim, claims_of, note_restored
 from headrace.paramserver.log.excerpt import begin_log_at, end_log, excerpt_log_id, write_excerpt
 from headrace.paramserver.log.opening import LogKind, kind_of_log, open_source
@@ -211,7 +212,7 @@ def restore_server(
 
     Raises:
         ConfigError: There is no server, no such point, or the directory is in the way; or the cluster file is of
-            another server.
+            another server, or one with another number of shards has taken the server's place.
         CorruptionError: An object is damaged, or a part of the log is missing.
         StorageError: The disk failed or lacks room; nothing was made.
         UnavailableError: The store is away.
@@ -257,6 +258,8 @@ def restore_server(
                 epochs.append(_fetch(store, server.manifests, plan, path, server.server_id, on_progress))
         if at is not None and at.seq is None:
             _cut_at(at, plans, places, store.where)
+        for plan, path in zip(plans, places, strict=True):
+            _check_place(plan, path)
         for plan, path, epoch in zip(plans, places, epochs, strict=True):
             with directories[0].mapped_errors():
                 _settle(plan, path, server.server_id, epoch)
@@ -483,6 +486,17 @@ def _cut_at(at: RestorePoint, plans: Sequence[_Plan], places: Sequence[Path], wh
         plan.point, plan.last_seq = point, point.seq
         if plan.chain:
             end_log(path / "log", plan.last_seq)
+
+
+def _check_place(plan: _Plan, path: Path) -> None:
+    """Refuse a shard that would answer nothing but where the server is that has taken the place of its own."""
+    offer = offer_at(open_source(path / "log"), plan.last_seq)
+    if offer is not None and offer.is_taken:
+        raise ConfigError(
+            f"shard {plan.shard}: the server with {offer.num_shards} shards at {offer.to} has taken the place of this "
+            f"one, and has all of its rows. For another new server of them, up to record {plan.last_seq}, add "
+            "--table '*'"
+        )
 
 
 def _settle(plan: _Plan, path: Path, server_id: str, log_epoch: int) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from headrace.paramserver.log.interface import KIND_BATCH, KIND_HELLO, LogRecord, is_housekeeping, note_of
+from headrace.paramserver.log.interface import KIND_BATCH, KIND_HELLO, LogRecord, LogSource, is_housekeeping, note_of
 from headrace.paramserver.log.sessions import Session, Sessions
 from headrace.paramserver.store.catalog import Catalog
 from headrace.paramserver.store.deltas import Batch, RowDelta, decode_delta, tally_of
@@ -14,7 +14,7 @@ from headrace.schemas.errors import CorruptionError, HeadraceError, RequestError
 from headrace.schemas.idl import idl
 from headrace.schemas.messages import decode_header, decode_struct
 
-__all__ = ["CLAIM", "Offer", "ShardState", "empty_batch"]
+__all__ = ["CLAIM", "Offer", "ShardState", "empty_batch", "offer_at"]
 
 # Python objects of one unapplied delta, on top of its frame; they are most of a very small delta's memory.
 _DELTA_BYTES = 2048
@@ -167,6 +167,16 @@ class ShardState:
                 self.offer = Offer.of_note(seq, header)
             case "withdrawal" | "open":
                 self.offer = None
+
+
+def offer_at(log: LogSource, seq: int) -> Offer | None:
+    """Return the offer that a record of a log makes or says to be taken; None if it does not, or is not there."""
+    if not log.first_seq <= seq <= log.last_seq:
+        return None
+    record, state = next(log.read(seq, seq)), ShardState({})
+    if is_housekeeping(record.header):
+        state.take_note(seq, record.header)
+    return state.offer
 
 
 def empty_batch(seq: int) -> Batch:

@@ -18,7 +18,7 @@ from pathlib import Path
 from headrace.paramserver.archive.points import PointFinder, RestorePoint, choose_point
 from headrace.paramserver.config.data_dir import LOCK_NAME, MANIFEST_NAME, find_manifest
 from headrace.paramserver.ingest.pipeline import stored_mark
-from headrace.paramserver.ingest.shard_state import ShardState
+from headrace.paramserver.ingest.shard_state import Offer, ShardState, offer_at
 from headrace.paramserver.log.inspection import size_of_log
 from headrace.paramserver.log.interface import LogRecord, LogSource
 from headrace.paramserver.log.opening import open_source
@@ -26,6 +26,7 @@ from headrace.paramserver.snapshots.directory import SnapshotFiles, part_folder,
 from headrace.paramserver.store.rocksdb import StoreConfig
 from headrace.paramserver.store.rows import RowStore
 from headrace.paramserver.system.file_lock import FileLock
+from headrace.paramserver.system.text import first_of
 from headrace.schemas.errors import ConfigError, CorruptionError
 from headrace.schemas.snapshot_manifest import MANIFEST_NAME as SNAPSHOT_MANIFEST
 from headrace.schemas.snapshot_manifest import shard_folder
@@ -42,15 +43,19 @@ class ShardRemains:
 
     Attributes:
         name: What it is called in messages.
+        shard: Its number; None where nothing tells it.
         store: Its store; None without one.
         snapshots: Its parts of snapshots, which are stores too, the newest first.
         log: The directory of its log; None without a record.
+        lacks: What else it had, in words; empty for nothing.
     """
 
     name: str
+    shard: int | None = None
     store: Path | None = None
     snapshots: tuple[Path, ...] = ()
     log: Path | None = None
+    lacks: str = ""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -63,6 +68,7 @@ class OpenShard:
         state: What the shard knew at the base; whoever takes the records takes it on.
         last_seq: Last record that is taken, or that the base has.
         may_be_newer: The base may have rows from behind `last_seq`.
+        offer: By which the shard was offered to another server at `last_seq`; None without one.
     """
 
     name: str
@@ -70,6 +76,7 @@ class OpenShard:
     state: ShardState
     last_seq: int
     may_be_newer: bool
+    offer: Offer | None
     _log: LogSource | None
     _log_path: Path | None
 
@@ -106,11 +113,13 @@ def find_remains(source: Path, *, on_progress: Callable[[int], None] = lambda _:
     if (source / SNAPSHOT_MANIFEST).is_file():
         manifest = verify_snapshot(source, on_progress=on_progress)
         yield [
-            ShardRemains(name=f"shard {part.shard}", snapshots=(part_folder(source, part),)) for part in manifest.parts
+            ShardRemains(name=f"shard {part.shard}", shard=part.shard, snapshots=(part_folder(source, part),))
+            for part in manifest.parts
         ]
         return
     if not source.is_dir():
         raise ConfigError(f"{source}: not a directory")
+    source = source.resolve()  # the server of a link's target is what may run
     server = next((path for path in (source, *source.parents[:2]) if (path / MANIFEST_NAME).is_file()), None)
     with contextlib.nullcontext() if server is None else _kept_from_servers(server):
         found = [_shard_in(folder, server) for folder in _shard_folders(source, server)]
@@ -142,13 +151,17 @@ def _kept_from_servers(server: Path) -> Iterator[None]:
 
 
 def _shard_folders(source: Path, server: Path | None) -> list[Path]:
-    """Return the directories of shards at or below a path; a log alone stands for its shard."""
+    """Return the directories of shards at or below a path, missing ones too; a log alone stands for its shard.
+
+    Others beside them are none: a copy that was moved away has rows of an earlier time.
+    """
     if _is_shard(source) or (not _SHARD.fullmatch(source.name) and size_of_log(source)):
         return [source]
-    found = sorted(path for path in source.iterdir() if path.is_dir() and (_is_shard(path) or size_of_log(path)))
     manifest = find_manifest(source) if source == server else None
-    missing = [] if manifest is None else [source / shard_folder(shard) for shard in manifest.shards]
-    return found + [path for path in missing if path not in found]
+    if manifest is not None:
+        return [source / shard_folder(shard) for shard in range(manifest.num_shards)]
+    found = [int(match[1]) for path in source.iterdir() if (match := _SHARD.fullmatch(path.name))]
+    return [source / shard_folder(shard) for shard in range(max(found, default=-1) + 1)]
 
 
 def _is_shard(path: Path) -> bool:
@@ -156,23 +169,30 @@ def _is_shard(path: Path) -> bool:
 
 
 def _shard_in(folder: Path, server: Path | None) -> ShardRemains:
+    match = _SHARD.fullmatch(folder.name)
+    shard = None if match is None else int(match[1])
     if folder.is_dir() and size_of_log(folder):
-        return ShardRemains(name=str(folder), log=folder)
+        return ShardRemains(name=str(folder), shard=shard, log=folder)
     store, log = folder / "store", folder / "log"
     manifest = None if server is None else find_manifest(server)
     snapshots: list[Path] = []
-    if server is not None and manifest is not None and (match := _SHARD.fullmatch(folder.name)):
+    if server is not None and manifest is not None and shard is not None:
         files = SnapshotFiles(server / "snapshots")
         for snapshot in reversed(files.list()[0]):
             if snapshot.server_id == manifest.server_id:
-                parts = [part for part in snapshot.parts if part.shard == int(match[1])]
+                parts = [part for part in snapshot.parts if part.shard == shard]
                 snapshots += [part_folder(files.folder_of(snapshot.name), part) for part in parts]
-    is_elsewhere = manifest is not None and manifest.log != "file"
+    has_log = log.is_dir() and size_of_log(log) > 0
+    lacks = "" if has_log else "without its log"
+    if manifest is not None and manifest.log != "file":
+        lacks = "without its log in NATS"
     return ShardRemains(
-        name=f"{folder} (without its log in NATS)" if is_elsewhere else str(folder),
+        name=str(folder),
+        shard=shard,
         store=store if (store / "CURRENT").is_file() else None,
         snapshots=tuple(snapshots),
-        log=log if log.is_dir() and size_of_log(log) else None,
+        log=log if has_log else None,
+        lacks=lacks,
     )
 
 
@@ -186,9 +206,10 @@ def open_remains(remains: Sequence[ShardRemains], at: RestorePoint | None) -> It
         StorageError: A file cannot be read.
     """
     if at is not None and at.seq is not None and len(remains) != 1:
-        raise ConfigError(f"--at {at}: a seq is of one shard: name its directory, or give step=N or time=… for all")
+        raise ConfigError(f"--at {at}: a seq is of one shard: give --shard N, or step=N or time=… for all")
     with ExitStack() as stack:
         shards = [_Bases(stack, each, None if at is None else at.seq) for each in remains]
+        _check_lost(remains, [shard.last_seq for shard in shards])
         ends: list[int | None] = [None if at is None else at.seq for _ in shards]
         if at is not None and at.seq is None:
             points = [shard.find_points() for shard in shards]
@@ -199,6 +220,17 @@ def open_remains(remains: Sequence[ShardRemains], at: RestorePoint | None) -> It
                 f"{opened[0].name}: no record{'' if at is None else f' by --at {at}'}: nothing to restore"
             )
         yield opened
+
+
+def _check_lost(remains: Sequence[ShardRemains], last_seqs: Sequence[int]) -> None:
+    """Refuse to leave a shard out silently. If any has a record, each has: trainers say hello to all of them."""
+    lost = [each.name for each, seq in zip(remains, last_seqs, strict=True) if not seq]
+    if lost and any(last_seqs):
+        others = [f"--shard {each.shard}" for each, seq in zip(remains, last_seqs, strict=True) if seq]
+        raise ConfigError(
+            f"{first_of(lost)}: nothing is left there; to take the other shards alone, and lose these rows, add "
+            f"{' '.join(others)}"
+        )
 
 
 class _Bases:
@@ -218,6 +250,12 @@ class _Bases:
         self._others: list[RowStore | None] = [opened(path) for path in remains.snapshots]
         if self._log is not None or (not self._others and self._store is None):
             self._others.append(None)
+
+    @property
+    def last_seq(self) -> int:
+        """Last record that is there; 0 for nothing."""
+        seqs = [_seq_of(base) for base in (self._store, *self._others)]
+        return max([*seqs, 0 if self._log is None else self._log.last_seq])
 
     @property
     def _first_seq(self) -> int:
@@ -242,23 +280,33 @@ class _Bases:
     def choose(self, end: int | None, at: RestorePoint | None) -> OpenShard:
         """Choose the best base for the records up to `end`; None stands for the end of the log."""
         stores: list[RowStore | None] = [] if self._store is None else [self._store]
+        log_end = 0 if self._log is None else self._log.last_seq
         bases = self._usable([*stores, *self._others] if end is None else [*self._others, *stores])
         bases = [base for base in bases if end is None or _seq_of(base) <= end]
+        if self._log is None:
+            bases.sort(key=_seq_of, reverse=True)
+        else:  # a snapshot from behind the log's end may be of a time that was given up
+            bases.sort(key=lambda base: base is not self._store and _seq_of(base) > log_end)
         if not bases:
             raise self._lacking("" if at is None else f" from before --at {at}")
         base = bases[0]
-        last_seq = max(_seq_of(base), 0 if self._log is None else self._log.last_seq)
+        last_seq = max(_seq_of(base), log_end)
         if end is not None and end > last_seq:
             raise ConfigError(f"--at {at}: {self._remains.name} has records up to seq {last_seq}")
-        is_part = end is not None and end < last_seq
+        # With a seq, what is behind it was not looked at.
+        is_part = end is not None and (end < last_seq or (at is not None and at.seq is not None))
+        lacks = self._remains.lacks
+        if self._log is not None and log_end < _seq_of(base):
+            lacks = lacks or f"whose log ends at record {log_end}"
         meta = {} if base is None else base.read_meta()
         self._check_history(base, meta)
         return OpenShard(
-            name=self._remains.name,
+            name=f"{self._remains.name} ({lacks})" if lacks else self._remains.name,
             base=base,
             state=ShardState(meta),
             last_seq=last_seq if end is None else end,
             may_be_newer=is_part and base is not None and base is self._store,
+            offer=None if self._log is None else offer_at(self._log, last_seq if end is None else end),
             _log=self._log,
             _log_path=self._remains.log,
         )

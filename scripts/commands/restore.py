@@ -17,7 +17,7 @@ from headrace.paramserver.config.cluster_file import ClusterFile, ClusterNode, c
 from headrace.paramserver.config.server_settings import MAX_SHARDS
 from headrace.paramserver.log.opening import LogKind, check_log_url, kind_of_log
 from headrace.paramserver.reshard.rebuild import ShardSummary, TableChoice, rebuild, survey
-from headrace.paramserver.reshard.remains import ShardRemains, find_remains, open_remains
+from headrace.paramserver.reshard.remains import OpenShard, ShardRemains, find_remains, open_remains
 from headrace.paramserver.snapshots.bucket import is_object_store_url
 from headrace.paramserver.snapshots.new_data_dir import check_target
 from headrace.paramserver.system.durable import owner_only
@@ -72,7 +72,8 @@ def restore(
         str | None, option("The server's --log, if it is replicated: it goes on behind what is restored.", "URL")
     ] = None,
     shard: Annotated[
-        list[int] | None, option("Only this shard, beside others that are there; may be repeated.", "N", "--shard")
+        list[int] | None,
+        option("Only this shard; may be repeated. Of the same server, beside others that are there.", "N", "--shard"),
     ] = None,
 ) -> None:
     """Make a server of what another one has left: the newest snapshot or store, and the log behind it, all checked.
@@ -89,12 +90,12 @@ def restore(
     choice = TableChoice(patterns=frozenset(table or ()), model=model)
     is_new = not is_object_store_url(source) or bool(name or table or model or dry_run)
     if not is_new and shards is not None:
-        is_new = shards != num_shards_at(ObjectStore.of_url(source))
+        is_new = shards != num_shards_at(ObjectStore.of_url(source, creates=False))
     if is_new:
-        for flag, value in (("cluster", cluster), ("node", node), ("log", log), ("shard", shard)):
+        for flag, value in (("cluster", cluster), ("node", node), ("log", log)):
             if value:
                 raise ConfigError(f"--{flag} goes with the same server: from its object store, all tables, as it was")
-        _make_new(source, data, shards, name, point, choice, is_dry_run=dry_run)
+        _make_new(source, data, shards, name, point, choice, only_shards=shard, is_dry_run=dry_run)
         return
     url = source
     of_cluster, of_node = cluster_of(cluster, node, environ={}, env_prefix="")
@@ -106,7 +107,7 @@ def restore(
     if target is None:
         raise ConfigError("--data DIR is missing: the directory to make")
     done = restore_with_progress(
-        ObjectStore.of_url(url),
+        ObjectStore.of_url(url, creates=False),
         target,
         at=point,
         shards=shard,
@@ -130,6 +131,7 @@ def _make_new(
     at: RestorePoint | None,
     choice: TableChoice,
     *,
+    only_shards: list[int] | None,
     is_dry_run: bool,
 ) -> None:
     """Make the directory of a new server, or say what it would have."""
@@ -139,7 +141,13 @@ def _make_new(
         raise ConfigError(f"--at {at}: a snapshot has one step; leave --name out")
     if data is not None:
         _check_apart(source, data)
-    with owner_only(), _remains(source, data, name, at) as remains, open_remains(remains, at) as opened:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(owner_only())
+        remains = stack.enter_context(_remains(source, data, name, at))
+        num_shards = shards or len(remains)
+        opened = stack.enter_context(open_remains(_chosen(remains, only_shards), at))
+        for each in opened:
+            _warn_of_offer(each)
         log_bytes = sum(shard.log_bytes for shard in opened)
         if data is None or is_dry_run:
             with show_bytes("Checking the log", log_bytes) as bar:
@@ -159,14 +167,14 @@ def _make_new(
                 summaries = rebuild(
                     opened,
                     data,
-                    num_shards=shards or len(opened),
+                    num_shards=num_shards,
                     choice=choice,
                     on_rows=rows_bar.advance,
                     on_log=count,
                 )
     _print_summaries(summaries)
     if data is not None and not is_dry_run:
-        made = counted(shards or len(summaries), "shard")
+        made = counted(num_shards, "shard")
         print_line(f"{data}: a new server of {made}. Next: headrace serve --data {shlex.quote(str(data))}")
 
 
@@ -185,17 +193,38 @@ def _remains(source: str, data: Path | None, name: str | None, at: RestorePoint 
             data = Path(stack.enter_context(TemporaryDirectory(prefix="headrace-restore-"))) / "new"
         with _fetching() as (begin, advance):
             fetching = fetched_shards(
-                ObjectStore.of_url(source), data, at=at, name=name, on_size=begin, on_progress=advance
+                ObjectStore.of_url(source, creates=False), data, at=at, name=name, on_size=begin, on_progress=advance
             )
             folders = stack.enter_context(fetching)
         yield [
             ShardRemains(
                 name=f"shard {shard}",
+                shard=shard,
                 snapshots=(folder / "store",) if any((folder / "store").iterdir()) else (),
                 log=folder / "log",
             )
             for shard, folder in enumerate(folders)
         ]
+
+
+def _chosen(remains: list[ShardRemains], shards: list[int] | None) -> list[ShardRemains]:
+    """Return what is left of some shards, or of all."""
+    known = {each.shard for each in remains}
+    for shard in shards or ():
+        if shard not in known:
+            raise ConfigError(f"--shard {shard}: there is no such shard")
+    return [each for each in remains if not shards or each.shard in shards]
+
+
+def _warn_of_offer(shard: OpenShard) -> None:
+    """Say that another server may have what came later."""
+    if (offer := shard.offer) is not None:
+        has = "has" if offer.is_taken else "may have"
+        print_line(
+            f"headrace: warning: {shard.name}: {offer.to} {has} taken over at record {shard.last_seq}; what came later "
+            "is there",
+            to_stderr=True,
+        )
 
 
 def _check_apart(source: str, data: Path) -> None:
@@ -226,8 +255,6 @@ def _print_summaries(summaries: Sequence[ShardSummary]) -> None:
 
 
 def _extent_of(summary: ShardSummary) -> str:
-    if not summary.seq:
-        return "nothing is left of it."
     if summary.step < 0:
         return f"up to record {summary.seq}."
     newer = "" if summary.is_exact else ", with some newer rows"

@@ -15,12 +15,17 @@ from set_embeddings import delta_of, request_of
 from shard_servers import serve_shards
 from waiting import until
 
+from headrace.paramserver.archive.objects import ShardArchive
+from headrace.paramserver.archive.recovery import restore_server
 from headrace.paramserver.config.data_dir import find_manifest
+from headrace.paramserver.log.opening import open_source
 from headrace.paramserver.log.sessions import Sessions
+from headrace.paramserver.reshard.remains import find_remains, open_remains
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.paramserver.store.catalog import Catalog
 from headrace.paramserver.store.rocksdb import StoreConfig
 from headrace.paramserver.store.rows import RowStore
+from headrace.paramserver.system.object_store import ObjectStore
 from headrace.schemas.errors import (
     ConfigError,
     HeadraceError,
@@ -130,14 +135,15 @@ async def test_every_row_is_there_whatever_is_done(tmp_path: Path) -> None:
         await _rebuild(path, num_old, (num_old + seed // 4) % 4 + 1, seed)
 
 
-async def test_old_shards_believe_the_new_server_alone(tmp_path: Path) -> None:
-    """Once they were taken over, no other server at the address lets them go on, and no restart."""
+async def test_old_shards_believe_the_new_server_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Once they were taken over, no other server at the address lets them go on, no restart, and no archive."""
     port = free_port()
-    old, new = tmp_path / "old", tmp_path / "new"
-    async with serve_shards(old, 2) as ports:
+    old, new, url = tmp_path / "old", tmp_path / "new", f"file://{tmp_path / 'store'}"
+    async with serve_shards(old, 2, object_store=url, archive_segment_s=0.1) as ports:
         writers = await Writers.connect(ports, 1)
         await writers.some(3)
         await build(ports, new, 3, port)
+        assert "the archive ends with the old server" in caplog.text
         async with serve_shards(tmp_path / "other", 1, port=port):
             for shard, at in enumerate(ports):
                 with pytest.raises(UnavailableError):
@@ -145,6 +151,14 @@ async def test_old_shards_believe_the_new_server_alone(tmp_path: Path) -> None:
         async with _serve(new, port):
             for at in ports:
                 await until(partial(_is_replaced, at))
+        with find_remains(old) as remains, open_remains(remains, None) as shards:
+            assert [shard.offer is not None and shard.offer.is_taken for shard in shards] == [True, True]
+        for shard, path in enumerate(sorted(old.glob("shard-*"))):
+            archive, last_seq = ShardArchive(ObjectStore.of_url(url), shard), open_source(path / "log").last_seq
+            await until(lambda archive=archive, seq=last_seq: archive.pieces()[-1].last_seq >= seq)
+        with pytest.raises(ConfigError):
+            await asyncio.to_thread(restore_server, ObjectStore.of_url(url), tmp_path / "restored")
+        assert not (tmp_path / "restored").exists()
         await writers.close()  # the old server hangs up on them
         with pytest.raises(ReshardedError):
             await Writers.connect(ports, 1)

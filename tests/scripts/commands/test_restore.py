@@ -12,12 +12,15 @@ from archived_log import archive_in, until
 from command_line import CommandLine
 from hellos import hello_of_writer
 from log_files import flip
+from offline_snapshot import snapshot_of
 from resharding import rows_of
 from set_embeddings import delta_of, request_of
 from shard_servers import make_manifest, serve_shards
 
 from headrace.paramserver.config.data_dir import DataDir, find_manifest
+from headrace.paramserver.log.excerpt import end_log
 from headrace.paramserver.rpc.client import ParamServerClient
+from headrace.paramserver.store.rows import RowStore
 from headrace.schemas.tables import DType, TableSpec
 
 ITEMS = TableSpec(fqn="items.weight", num_rows=100, dim=2, dtype=DType.FLOAT32)
@@ -111,7 +114,8 @@ def test_a_server_that_runs_is_left_alone(source: Path, tmp_path: Path, run: Com
     """Its directory is refused, also that of a shard or a log of it, and so is a target in the source or in use."""
     with DataDir.claim(source, num_shards=None) as held:
         held.prepare()
-        for path in (source, source / "shard-0000", source / "shard-0000" / "log"):
+        (tmp_path / "link").symlink_to(source / "shard-0000")
+        for path in (source, source / "shard-0000", source / "shard-0000" / "log", tmp_path / "link"):
             assert "a server is running there" in run.refused("restore", path, "--data", tmp_path / "new")
     for data in (source, source / "new", source.parent):
         assert "name another directory" in run.refused("restore", source, "--data", data)
@@ -121,20 +125,36 @@ def test_a_server_that_runs_is_left_alone(source: Path, tmp_path: Path, run: Com
 
 
 def test_what_is_missing_is_said(source: Path, tmp_path: Path, run: CommandLine) -> None:
-    """A log without its beginning needs a store or a snapshot; a lost shard is told and the others are taken."""
+    """A log without its beginning needs a store or a snapshot; no shard and no log is left out without a word."""
     made, log = tmp_path / "made", Path("shard-0000") / "log"
     run("restore", source, "--data", made)
     assert "the log begins at seq 3, and there is neither a store nor a snapshot" in run.refused(
         "restore", made / log, "--dry-run"
     )
     shutil.rmtree(made / "shard-0000" / "log")
-    run("restore", made, "--data", tmp_path / "of-store")
+    assert "shard-0000 (without its log): up to" in run("restore", made, "--data", tmp_path / "of-store")
     assert _num_rows(tmp_path / "of-store", tmp_path) == {ITEMS.fqn: 40, OTHER.fqn: 40}
     (source / "headrace.json").unlink()
     make_manifest(source, server_id="s", num_shards=2, log="nats")
-    out = run("restore", source, "--dry-run")
-    assert "shard-0000 (without its log in NATS): up to record 5" in out
-    assert "shard-0001 (without its log in NATS): nothing is left of it.\n" in out
+    (source / "shard-0001").mkdir()
+    wrong = run.refused("restore", source, "--dry-run")
+    assert "shard-0001: nothing is left there" in wrong and "add --shard 0\n" in wrong
+    out = run("restore", source, "--data", tmp_path / "some", "--shard", 0)
+    assert "shard-0000 (without its log in NATS): up to record 5" in out and "a new server of 2 shards" in out
+    (source / "headrace.json").unlink()
+    (source / "shard-0000").rename(source / "shard-0001.old")
+    assert "nothing of a server is there" in run.refused("restore", source, "--dry-run"), "a copy of before is no shard"
+
+
+def test_which_snapshot_is_taken(source: Path, tmp_path: Path, run: CommandLine) -> None:
+    """Where there is no log, the newest; none from behind the log's end, as of a time that was given up."""
+    snapshot_of(source, source / "snapshots")
+    end_log(source / "shard-0000" / "log", 3)
+    shutil.rmtree(store := source / "shard-0000" / "store")
+    assert "shard-0000: up to record 3;" in run("restore", source, "--dry-run")
+    shutil.rmtree(source / "shard-0000" / "log")
+    RowStore.open(store).close()
+    assert "shard-0000 (without its log): up to record 5;" in run("restore", source, "--dry-run")
 
 
 def test_from_an_object_store(written: Path, tmp_path: Path, run: CommandLine) -> None:
@@ -155,7 +175,8 @@ def test_from_an_object_store(written: Path, tmp_path: Path, run: CommandLine) -
     ("arguments", "words"),
     [
         (["{source}"], "--data DIR is missing"),
-        (["{source}", "--data", "new", "--shard", "1"], "--shard goes with the same server"),
+        (["{source}", "--data", "new", "--shard", "1"], "--shard 1: there is no such shard"),
+        (["{source}", "--data", "new", "--log", "nats://x"], "--log goes with the same server"),
         (["{source}", "--data", "new", "--name", "one"], "--name goes with a URL"),
         (["{source}", "--dry-run", "--at", "yesterday"], "give seq=N, step=N or time="),
         (["{source}", "--dry-run", "--at", "seq=0"], "no record by --at seq=0: nothing to restore"),
@@ -163,7 +184,8 @@ def test_from_an_object_store(written: Path, tmp_path: Path, run: CommandLine) -
         (["{source}", "--dry-run", "--model", "none"], "--model 'none': no table of it was left"),
         (["{source}/nowhere", "--dry-run"], "not a directory"),
         (["{source}/shard-0000/store", "--dry-run"], "nothing of a server is there: name the directory of"),
-        (["file://{source}/nowhere", "--dry-run"], "no server has snapshots or an archive here"),
+        (["file://{source}", "--dry-run"], "no server has snapshots or an archive here"),
+        (["file://{source}/nowhere", "--dry-run"], "nowhere: there is no such directory"),
         (["file://{source}", "--name", "a", "--at", "step=1", "--data", "new"], "leave --name out"),
         (["ftp://x", "--dry-run"], "not a URL of an object store"),
     ],
