@@ -39,11 +39,11 @@ WINGS = {
 LINES = {
     "schemas": 3_070,
     "kernels": 3_410,
-    "paramserver": 45_565,
+    "paramserver": 45_575,
     "streamer": 17_430,
     "scripts": 11_230,
     "examples": 240,
-    "tests": 90_800,
+    "tests": 90_805,
 }
 NUM_PRODUCT_FILES = 351
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}

@@ -143,10 +143,10 @@ def _rows_read(
 def _assemble(spec: TableSpec, shards: Sequence[tuple[RecordLayout, _Records]], back: _Array, seq: int) -> RowsRead:
     """Assemble rows from several column shards: in each column the row's newest record wins.
 
-    Version and identity come from the row's newest record; of equal ones, from the lowest columns. Each column shard
-    has its own copy of rowwise states; the copy of the row's first column counts, because ranks' shards reach the store
-    at different steps and an answer must not switch between copies. A row is present where any column's newest record
-    is.
+    Version and identity come from the row's newest record that is live in a column; of equal ones, from the lowest
+    columns. Each column shard has its own copy of rowwise states; the copy of the row's first live column counts,
+    because ranks' shards reach the store at different steps and an answer must not switch between copies. A row is
+    present where any column's newest record is. So version and states are the same with a mark and without it.
     """
     size = back.size
     pointwise = [state.name for state in spec.states if state.kind is StateKind.POINTWISE]
@@ -154,26 +154,28 @@ def _assemble(spec: TableSpec, shards: Sequence[tuple[RecordLayout, _Records]], 
     whole = RecordLayout(spec, spec.whole)
     columns = {name: np.zeros((size, column.width), column.dtype.numpy) for name, column in whole.columns.items()}
     header = np.zeros(size, whole.header_dtype)
-    is_live, has_mark = np.zeros((size, spec.dim), bool), np.zeros(size, bool)
-    lowest = np.full(size, spec.dim)
-    for layout, found in shards:
-        lowest[found.has] = np.minimum(lowest[found.has], layout.shard.offset)
-    for layout, found, rows in _oldest_first(shards):
+    live = np.full((size, spec.dim), -1, np.int16)  # number of the record that counts in each column; −1 for none
+    has_mark = np.zeros(size, bool)
+    for number, layout, found, rows in _oldest_first(shards):
         records = found.records[rows]
         first, end = layout.shard.offset, layout.shard.offset + layout.shard.width
-        for name, column in layout.columns.items():
-            values = np.ascontiguousarray(records[name]).view(column.dtype.numpy).reshape(rows.size, column.width)
-            if name in split:
-                columns[name][rows, first:end] = values
-            else:
-                has_first = lowest[rows] == first
-                columns[name][rows[has_first]] = values[has_first]
-        for field in whole.header_dtype.names or ():
-            header[field][rows] = records[field]
+        for name in split:
+            columns[name][rows, first:end] = _values(layout, records, name)
         is_deleted = (records["flags"] & FLAG_DELETED) != 0
-        is_live[rows, first:end], has_mark[rows[is_deleted]] = ~is_deleted[:, None], True
+        live[rows, first:end] = np.where(is_deleted, -1, number)[:, None]
+        has_mark[rows[is_deleted]] = True
+    is_live = live >= 0
     is_present = is_live.any(axis=1)
-    for absent in (header, *columns.values()):
+    first_live = live[np.arange(size), is_live.argmax(axis=1)]
+    for number, layout, found, rows in _oldest_first(shards):
+        first, end = layout.shard.offset, layout.shard.offset + layout.shard.width
+        counting = rows[(live[rows, first:end] == number).any(axis=1)]
+        for field in whole.header_dtype.names or ():
+            header[field][counting] = found.records[field][counting]
+        own = rows[first_live[rows] == number]
+        for name in columns.keys() - split:
+            columns[name][own] = _values(layout, found.records[own], name)
+    for absent in columns.values():
         absent[~is_present] = np.zeros((), absent.dtype)
     presence = np.where(is_present, np.uint8(PRESENT), np.uint8(0))
     found_rows = _rows_read(spec, whole, presence, header, columns, back, seq)
@@ -181,8 +183,17 @@ def _assemble(spec: TableSpec, shards: Sequence[tuple[RecordLayout, _Records]], 
     return dataclasses.replace(found_rows, may_be_torn=may_be_torn[back])
 
 
-def _oldest_first(shards: Sequence[tuple[RecordLayout, _Records]]) -> Iterator[tuple[RecordLayout, _Records, _Array]]:
-    """Yield (layout, found, rows): each row's records, oldest first; of equals, the one of the lowest columns last."""
+def _values(layout: RecordLayout, records: _Array, name: str) -> _Array:
+    """Return a column of records, [n, width]."""
+    column = layout.columns[name]
+    values: _Array = np.ascontiguousarray(records[name]).view(column.dtype.numpy).reshape(records.size, column.width)
+    return values
+
+
+def _oldest_first(
+    shards: Sequence[tuple[RecordLayout, _Records]],
+) -> Iterator[tuple[int, RecordLayout, _Records, _Array]]:
+    """Yield (number, layout, found, rows): each row's records, oldest first; of equals, that of lowest columns last."""
     shards = sorted(shards, key=lambda shard: shard[0].shard, reverse=True)
     steps = np.stack([found.records["step"] for _, found in shards])
     epochs = np.stack([found.records["epoch"] for _, found in shards])
@@ -192,4 +203,4 @@ def _oldest_first(shards: Sequence[tuple[RecordLayout, _Records]]) -> Iterator[t
         for number, (layout, found) in enumerate(shards):
             rows = np.flatnonzero((turn == number) & found.has)
             if rows.size:
-                yield layout, found, rows
+                yield number, layout, found, rows

@@ -53,7 +53,7 @@ def test_rocksdb_is_asked_for_few_rows_at_once(monkeypatch: pytest.MonkeyPatch, 
 def test_column_shards_are_put_together(
     writes: list[tuple[ColumnShard, int, tuple[int, int], bool]], num_applied: int
 ) -> None:
-    """In each column of a row the newest record that covers it wins."""
+    """In each column of a row the newest record that covers it wins; the rest is of those that win, marks left out."""
     rows = {shard: PendingRows(1, RecordLayout(SPLIT, shard)) for shard in SHARDS}
     store = FakeStore()
     newest: dict[tuple[ColumnShard, int], tuple[tuple[int, int], int, bool]] = {}
@@ -77,22 +77,23 @@ def test_column_shards_are_put_together(
             if of_row == row
         )
         weights, sums, exps = np.zeros(6, "<f4"), np.zeros(1, "<f4"), np.zeros(6, "<f2")
-        live = np.zeros(6, bool)
-        for _, _, _, seq, shard, is_deleted in records:
+        winners = np.full(6, -1)
+        for number, (_, _, _, seq, shard, is_deleted) in enumerate(records):
             columns = make_delta([row], seq, spec=SPLIT, shard=shard).columns
             covered = slice(shard.offset, shard.offset + shard.width)
             weights[covered] = 0 if is_deleted else np.frombuffer(columns["weights"], "<f4")
             exps[covered] = 0 if is_deleted else np.frombuffer(columns["state:exp"], "<f2")
-            if shard.offset == min(shard.offset for *_, shard, _ in records):  # the copy of the first column
-                sums[:] = 0 if is_deleted else np.frombuffer(columns["state:sum"], "<f4")
-            live[covered] = not is_deleted
-        if not live.any():  # marks of deletions
-            sums[:] = 0
+            winners[covered] = -1 if is_deleted else number
+        live, version = winners[winners >= 0], (0, 0)
+        if live.size:
+            _, _, _, seq, shard, _ = records[live[0]]  # the copy of the first column
+            sums[:] = np.frombuffer(make_delta([row], seq, spec=SPLIT, shard=shard).columns["state:sum"], "<f4")
+            version = records[live.max()][0]
         assert result.weights[row].tolist() == weights.tolist()
         assert result.states["exp"][row].tolist() == exps.tolist()
         assert result.states["sum"][row].tolist() == sums.tolist()
-        assert result.presence[row] == live.any()
-        assert (result.epochs[row], result.steps[row]) == (records[-1][0] if live.any() else (0, 0))
+        assert result.presence[row] == bool(live.size)
+        assert (result.epochs[row], result.steps[row]) == version
 
 
 def test_reading_an_unknown_shard_finds_nothing() -> None:
