@@ -43,10 +43,10 @@ class RestorePoint:
         if text.startswith("time="):
             try:
                 at = datetime.fromisoformat(text.removeprefix("time="))
-            except ValueError:
+                at = at.replace(tzinfo=UTC) if at.tzinfo is None else at.astimezone(UTC)
+            except (OverflowError, ValueError):
                 pass
             else:
-                at = at if at.tzinfo is not None else at.replace(tzinfo=UTC)
                 return cls(time_us=int(at.timestamp() * 1e6))
         raise ConfigError(f"--at {text}: give seq=N, step=N or time=2026-01-31T12:00:00 (UTC)")
 

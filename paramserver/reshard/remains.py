@@ -293,8 +293,7 @@ class _Bases:
         last_seq = max(_seq_of(base), log_end)
         if end is not None and end > last_seq:
             raise ConfigError(f"--at {at}: {self._remains.name} has records up to seq {last_seq}")
-        # With a seq, what is behind it was not looked at.
-        is_part = end is not None and (end < last_seq or (at is not None and at.seq is not None))
+        is_part = end is not None and end < last_seq
         lacks = self._remains.lacks
         if self._log is not None and log_end < _seq_of(base):
             lacks = lacks or f"whose log ends at record {log_end}"

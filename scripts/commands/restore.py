@@ -14,6 +14,7 @@ import typer
 from headrace.paramserver.archive.points import RestorePoint
 from headrace.paramserver.archive.recovery import RestoredShard, fetched_shards, num_shards_at, restore_server
 from headrace.paramserver.config.cluster_file import ClusterFile, ClusterNode, cluster_of
+from headrace.paramserver.config.data_dir import MANIFEST_NAME
 from headrace.paramserver.config.server_settings import MAX_SHARDS
 from headrace.paramserver.log.opening import LogKind, check_log_url, kind_of_log
 from headrace.paramserver.reshard.rebuild import ShardSummary, TableChoice, rebuild, survey
@@ -231,7 +232,8 @@ def _check_apart(source: str, data: Path) -> None:
     """Refuse a directory that cannot be made, before anything is read for long."""
     if not is_object_store_url(source):
         ours, theirs = data.resolve(), Path(source).resolve()
-        if ours == theirs or ours in theirs.parents or theirs in ours.parents:
+        servers = [path for path in theirs.parents[:2] if (path / MANIFEST_NAME).is_file()]
+        if any(ours == path or ours in path.parents or path in ours.parents for path in (theirs, *servers)):
             raise ConfigError(f"--data {data}: that is where {source} lies; name another directory")
     check_target(data)
 

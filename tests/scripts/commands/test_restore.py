@@ -119,6 +119,7 @@ def test_a_server_that_runs_is_left_alone(source: Path, tmp_path: Path, run: Com
             assert "a server is running there" in run.refused("restore", path, "--data", tmp_path / "new")
     for data in (source, source / "new", source.parent):
         assert "name another directory" in run.refused("restore", source, "--data", data)
+    assert "name another directory" in run.refused("restore", source / "shard-0000", "--data", source / "new")
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "file").touch()
     assert "not empty" in run.refused("restore", source, "--data", tmp_path / "used")
@@ -179,6 +180,7 @@ def test_from_an_object_store(written: Path, tmp_path: Path, run: CommandLine) -
         (["{source}", "--data", "new", "--log", "nats://x"], "--log goes with the same server"),
         (["{source}", "--data", "new", "--name", "one"], "--name goes with a URL"),
         (["{source}", "--dry-run", "--at", "yesterday"], "give seq=N, step=N or time="),
+        (["{source}", "--dry-run", "--at", "time=0001-01-01T00:00:00+14:00"], "give seq=N, step=N or time="),
         (["{source}", "--dry-run", "--at", "seq=0"], "no record by --at seq=0: nothing to restore"),
         (["{source}", "--dry-run", "--at", "time=2001-01-01"], "has no step by then that all shards have; the oldest"),
         (["{source}", "--dry-run", "--model", "none"], "--model 'none': no table of it was left"),
