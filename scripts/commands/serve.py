@@ -25,6 +25,7 @@ from headrace.paramserver.rpc.address import bind_listener, bind_listeners, form
 from headrace.paramserver.rpc.security import Protection, node_credentials
 from headrace.paramserver.shard.child import EXIT_OK, EXIT_STORAGE
 from headrace.paramserver.shard.hand_over import peer_dial
+from headrace.paramserver.shard.other_copies import check_nobody_has
 from headrace.paramserver.shard.supervisor import Supervisor
 from headrace.paramserver.system.durable import ReadyFile, owner_only
 from headrace.paramserver.system.event_loop import stop_requests
@@ -49,6 +50,8 @@ __all__ = ["serve"]
 _log = logging.getLogger(__name__)
 # A source that is away for longer at the first start is probably misspelt.
 _SOURCE_PATIENCE_S = 60.0
+# The other nodes may start at this moment, too.
+_OTHERS_S = 3.0
 _ClusterFlag = Annotated[
     Path | None, option("YAML file of a server on several hosts. Also HEADRACE_SERVE_CLUSTER.", "FILE")
 ]
@@ -94,6 +97,7 @@ def serve(
     limit_repeats()
     try:
         with owner_only():  # the shards' processes, too
+            _check_others(settings, of_cluster, of_node, restores=restore)
             _restore_first(settings, of_cluster, of_node, is_wanted=restore)
             return _run(settings, ready_file, watch_stdin, of_cluster, of_node)
     except StorageError as exc:
@@ -126,6 +130,17 @@ def _load(
         may_lack=may_lack,
     )
     return settings, of_cluster, of_node
+
+
+def _check_others(
+    config: ServerConfig, cluster: ClusterFile | None, node: ClusterNode | None, *, restores: bool
+) -> None:
+    """Refuse to begin without a row where another node has the shard."""
+    if cluster is None or node is None or config.log is not None:
+        return
+    if check_data_dir(config.data, num_shards=None, cluster=cluster, node=node) is None:
+        dial = replace(peer_dial(config), timeout_s=_OTHERS_S)
+        asyncio.run(check_nobody_has(cluster, node, dial, restores=restores))
 
 
 def _restore_first(
