@@ -9,7 +9,8 @@
 
 Shard i of a node's list listens on the node's port + i. A node may also have `standbys: [2, 3]`, copies of other nodes'
 shards, on the next ports. They take over when somebody lets them (`headrace promote`); with a replicated log
-(`log: nats://…`) they do so by themselves when a shard is lost. Each mistake is one line.
+(`log: nats://…`) they do so by themselves when a shard is lost. With `follow: HOST:PORT` all shards are copies of
+another server's, until they take over. Each mistake is one line.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ import yaml
 
 from headrace.paramserver.config.server_settings import MAX_SHARDS
 from headrace.paramserver.log.opening import check_log_url
-from headrace.paramserver.rpc.address import DEFAULT_PORT, format_address, is_wildcard, problem_of_host
+from headrace.paramserver.rpc.address import DEFAULT_PORT, format_address, is_wildcard, parse_addresses, problem_of_host
 from headrace.schemas.errors import ConfigError
 
 __all__ = ["ClusterFile", "ClusterNode", "cluster_of", "settings_of_node"]
 
-_KEYS = ("server_id", "object_store", "log", "shards", "data", "nodes")
+_KEYS = ("server_id", "object_store", "log", "follow", "shards", "data", "nodes")
 _NODE_KEYS = ("host", "port", "data", "shards", "standbys")
 
 
@@ -65,6 +66,7 @@ class ClusterFile:
     num_shards: int
     object_store: str | None
     log: str | None  # URL of a replicated log; None for logs in the directories
+    follow: str | None  # addresses of the server of which this one is a copy, or was before it took over
     nodes: dict[str, ClusterNode]
 
     @classmethod
@@ -84,18 +86,27 @@ class ClusterFile:
                 check_log_url(log)
             except ConfigError as exc:
                 raise ConfigError(f"{path}: log: {exc}") from exc
+        follow = _text(path, values, "follow") if "follow" in values else None
+        if follow is not None:
+            try:
+                parse_addresses(follow)
+            except ConfigError as exc:
+                raise ConfigError(f"{path}: follow: {exc}") from exc
         given = values.get("nodes")
         if not isinstance(given, dict) or not given:
             raise ConfigError(f"{path}: nodes: give each node's host, port and shards by its name")
         data = Path(_text(path, values, "data")) if "data" in values else None
         nodes = {name: _node(path, name, of_node, data, num_shards) for name, of_node in given.items()}
         _check_shards(path, nodes, num_shards)
+        if follow and log and (name := next((node.name for node in nodes.values() if node.standbys), None)):
+            raise ConfigError(f"{path}: node {name}: standbys: leave them out until the shards have taken over")
         return cls(
             path=path,
             server_id=_server_id(path, values),
             num_shards=num_shards,
             object_store=object_store,
             log=log,
+            follow=follow,
             nodes=nodes,
         )
 
@@ -112,11 +123,14 @@ class ClusterFile:
         return tuple(place for place in places if place[0] in several)
 
     def sources_of(self, node: ClusterNode, shard: int) -> str:
-        """Return where a node's copy of a shard finds who has it: at its other copies, or by any of the other nodes."""
+        """Return where a node's copy of a shard finds who has it: at its other copies, or by any of the other nodes.
+
+        One that is no standby begins at the server to follow.
+        """
         others = [other for other in self.nodes.values() if other is not node]
         copies = [other.addresses[shard] for other in others if shard in other.copies]
-        seeds = dict.fromkeys((*copies, *((other.host, other.port) for other in others)))
-        return ",".join(format_address(*address) for address in seeds)
+        seeds = [format_address(*address) for address in (*copies, *((other.host, other.port) for other in others))]
+        return ",".join(dict.fromkeys(seeds if shard in node.standbys else [self.follow or "", *seeds]))
 
     @property
     def nodes_of_shards(self) -> tuple[str, ...]:
@@ -165,7 +179,7 @@ def settings_of_node(cluster: ClusterFile | None, node: ClusterNode | None) -> t
     fixed = {"port": node.port, "advertise_host": node.host, "shards": None}
     if cluster.object_store is not None:
         fixed["object_store"] = cluster.object_store
-    fixed["log"] = cluster.log
+    fixed |= {"log": cluster.log, "follow": cluster.follow}
     return defaults, fixed
 
 

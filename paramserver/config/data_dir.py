@@ -85,10 +85,23 @@ class Manifest:
         return json.dumps(values, indent=2).encode() + b"\n"
 
     @classmethod
-    def of_node(cls, cluster: ClusterFile, node: ClusterNode, *, log: LogKind = "file") -> Self:
+    def of_node(
+        cls,
+        cluster: ClusterFile,
+        node: ClusterNode,
+        *,
+        log: LogKind = "file",
+        predecessors: tuple[Predecessor, ...] = (),
+    ) -> Self:
         """Return the manifest of a node's directory, with the shards of which it has a copy."""
         shards = None if len(node.copies) == cluster.num_shards else tuple(sorted(node.copies))
-        return cls(server_id=cluster.server_id, num_shards=cluster.num_shards, node_shards=shards, log=log)
+        return cls(
+            server_id=cluster.server_id,
+            num_shards=cluster.num_shards,
+            node_shards=shards,
+            log=log,
+            predecessors=predecessors,
+        )
 
 
 class DataDir:
@@ -144,7 +157,7 @@ class DataDir:
                 return cls(path, new, None)
             if _shards_in(path):  # all of them were moved here
                 _check_node(path, Manifest(server_id=cluster.server_id, num_shards=0, log=log), cluster, node)
-            return cls(path, Manifest.of_node(cluster, node, log=log), None)
+            return cls(path, Manifest.of_node(cluster, node, log=log, predecessors=predecessors), None)
         lock = _lock(path)
         try:
             manifest = _read_manifest(path, num_shards)
@@ -153,7 +166,8 @@ class DataDir:
                 _refuse_node(path, manifest)
                 return cls(path, manifest, lock)
             _check_node(path, manifest, cluster, node)
-            claimed = cls(path, Manifest.of_node(cluster, node, log=log), lock)
+            of_node = Manifest.of_node(cluster, node, log=log, predecessors=manifest.predecessors)
+            claimed = cls(path, of_node, lock)
             claimed._is_written = claimed.manifest == manifest
             claimed._from_elsewhere = node.standbys if log == "file" else node.copies
         except BaseException:
@@ -398,10 +412,15 @@ def _check_node(path: Path, manifest: Manifest, cluster: ClusterFile, node: Clus
 def _check_role(folder: Path, shard: int, cluster: ClusterFile, node: ClusterNode) -> None:
     """Check that a shard's directory may be what the cluster file says. Whoever has taken the shard over has it."""
     state = FollowState.read(folder)
-    if shard in node.shards and state is not None and not state.is_promoted:
+    if shard in node.shards and state is None and cluster.follow is not None and has_rows(folder):
+        raise ConfigError(
+            f"{folder}: a shard with rows of its own, which cannot follow {cluster.follow}: take follow: out of "
+            f"{cluster.path}, or name a new directory"
+        )
+    if shard in node.shards and state is not None and not state.is_promoted and cluster.follow is None:
         raise ConfigError(
             f"{folder}: a copy that has not taken over shard {shard}, which {cluster.path} gives to node {node.name}: "
-            f"name it under its standbys, and run headrace promote --shard {shard} --to {node.name}"
+            f"name it under its standbys, or say follow:, and run headrace promote --shard {shard} --to {node.name}"
         )
     if shard in node.standbys and state is None and has_rows(folder):
         raise ConfigError(

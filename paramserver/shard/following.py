@@ -196,7 +196,7 @@ class Following(SourceCopy):
                 raise UnavailableError(f"this is a copy of the shard at {self.source}, which takes the updates")
             is_content = request.role == idl.Role.READER and request.reads_copies
             return None if is_standby and is_content else self.source_places()
-        if request.epoch or request.shards is not None:
+        if request.epoch or (request.shards is not None and self._config.node is None):
             raise RequestError(f"this server follows {self.source}: change tables there")
         return None
 

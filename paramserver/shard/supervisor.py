@@ -291,9 +291,10 @@ class Supervisor:
     def _source_of(self, shard: int) -> str | None:
         """Return whom a shard follows; a standby of a log in files follows its owner, wherever that is."""
         cluster, node = self._cluster, self._node
-        if cluster is not None and node is not None and cluster.log is None and shard in node.standbys:
-            return cluster.sources_of(node, shard)
-        return self._config.follow
+        if cluster is None or node is None:
+            return self._config.follow
+        follows = cluster.follow is not None or (cluster.log is None and shard in node.standbys)
+        return cluster.sources_of(node, shard) if follows else None
 
     def _places_of(self, shard: int) -> dict[str, Any]:
         """Return what a shard's process is told of places: its own is here, also where the file has a standby."""

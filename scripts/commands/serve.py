@@ -136,8 +136,8 @@ def _check_others(
     config: ServerConfig, cluster: ClusterFile | None, node: ClusterNode | None, *, restores: bool
 ) -> None:
     """Refuse to begin without a row where another node has the shard."""
-    if cluster is None or node is None or config.log is not None:
-        return
+    if cluster is None or node is None or config.log is not None or config.follow is not None:
+        return  # what follows never begins as an owner
     if check_data_dir(config.data, num_shards=None, cluster=cluster, node=node) is None:
         dial = replace(peer_dial(config), timeout_s=_OTHERS_S)
         asyncio.run(check_nobody_has(cluster, node, dial, restores=restores))
@@ -204,7 +204,7 @@ def _run(
         if node is not None:
             raise ConfigError("--reshard: leave --cluster out: a node does not take another server's place")
         return _reshard(config, ready, watch_stdin, is_protected=is_protected)
-    server_id, num_shards, predecessors = _source_of(config, node)
+    server_id, num_shards, predecessors = _source_of(config, cluster, node)
     with (
         DataDir.claim(
             config.data,
@@ -288,7 +288,7 @@ def _reshard(config: ServerConfig, ready: ReadyFile | None, watch_stdin: bool, *
 
 
 def _source_of(
-    config: ServerConfig, node: ClusterNode | None
+    config: ServerConfig, cluster: ClusterFile | None, node: ClusterNode | None
 ) -> tuple[str | None, int | None, tuple[Predecessor, ...]]:
     """Return (server id, number of shards, predecessors) of a new directory: those of the server to follow, if any.
 
@@ -298,12 +298,13 @@ def _source_of(
         ConfigError: Settings do not fit together.
         UnavailableError: The server to follow has not answered in time.
     """
-    if config.follow is None or find_manifest(config.data) is not None:
+    if config.follow is None or find_manifest(config.data, node=node) is not None:
         return None, config.shards, ()
-    if node is not None:
-        raise ConfigError("--follow: a node of a cluster does not follow another server: leave --cluster out")
     dial = peer_dial(config)
-    seeds = parse_addresses(config.follow)
+    sources = config.follow
+    if cluster is not None and node is not None:
+        sources = cluster.sources_of(node, node.copies[0])
+    seeds = parse_addresses(sources)
     links = asyncio.run(retry(lambda: link_all(dial, seeds), patience_s=_SOURCE_PATIENCE_S))
     if config.shards not in (None, len(links)):
         raise ConfigError(
@@ -311,6 +312,11 @@ def _source_of(
             "--shards out"
         )
     hello = links[0].hello
+    if cluster is not None and (hello.server_id, len(links)) != (cluster.server_id, cluster.num_shards):
+        raise ConfigError(
+            f"{cluster.path}: the server at {config.follow} has server_id: {hello.server_id} and shards: {len(links)}, "
+            "and so has a copy of it"
+        )
     before = (Predecessor(server_id=each.server_id, seqs=tuple(each.seqs)) for each in hello.predecessors or ())
     return hello.server_id, len(links), tuple(before)
 

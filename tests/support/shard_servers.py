@@ -44,8 +44,8 @@ async def serve_shards(
 ) -> AsyncIterator[list[int]]:
     """Serve the shards of a directory laid out as a server's; yield their ports, and put the shards into `opened`.
 
-    The first shard listens at `port`, unless that is 0; the others at any. `access` is what clients must show. They hold
-    at least a `term`.
+    The first shard listens at `port`, unless that is 0; the others at any. `access` is what clients must show. Shards
+    hold at least a `term`.
     """
     async with contextlib.AsyncExitStack() as stack:
         wanted = [port] + [0] * (num_shards - 1)

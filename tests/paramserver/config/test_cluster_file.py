@@ -66,6 +66,9 @@ def test_a_cluster(tmp_path: Path) -> None:
     nodes["c"] = {"host": "ps-c", "standbys": [1, 0]}  # no shard of its own
     cluster = _load(tmp_path, nodes=nodes)
     assert cluster.sources_of(cluster.node("c"), 0) == "ps-a:7602,[::1]:7602,ps-a:7601,[::1]:7601"
+    following = _load(tmp_path, nodes=nodes, follow="h:1,i:2")
+    assert following.sources_of(following.node("b"), 1).startswith("h:1,i:2,ps-c:7601,")
+    assert following.sources_of(following.node("b"), 0) == cluster.sources_of(cluster.node("b"), 0)
     assert cluster.sources_of(cluster.node("b"), 0) == "ps-a:7602,ps-c:7602,ps-a:7601,ps-c:7601"
 
 
@@ -97,6 +100,8 @@ def test_a_cluster(tmp_path: Path) -> None:
         (_nodes(shards=[]), r"node a: shards: give the numbers"),
         (_nodes(shards=["0"]), r"node a: shards: give the numbers"),
         ({"log": "file:///x"}, r"log: --log file:///x: "),
+        ({"follow": "h:x"}, r"follow: "),
+        ({**_nodes(standbys=[1]), "log": "nats://n", "follow": "h:1"}, r"node a: standbys: leave them out until"),
         (_nodes(standbys=[0]), r"node a: standbys: 0 is on it already"),
         (_nodes(standbys=[3]), r"node a: standbys: 3: with shards: 3 they are 0 to 2"),
         (_nodes(standbys=1), r"node a: standbys: give the numbers"),

@@ -390,6 +390,9 @@ def test_a_node_makes_copies_that_come_from_the_log(tmp_path: Path) -> None:
         ("copy", "shards", r"has not taken over shard 1, .* headrace promote --shard 1 --to a$"),
         ("promoted", "shards", None),
         ("promoted", "standbys", None),  # whoever has taken the shard over has it, whatever an older file says
+        ("copy", "follow", None),
+        ("promoted", "follow", None),  # `follow` may stay in the file
+        ("rows", "follow", r"rows of its own, which cannot follow h:1: take follow: out"),
         ("promoted", "none", r"has shard 1, .* if that has taken it over, remove .*shard-0001; if not, give the shard"),
     ],
 )
@@ -398,13 +401,16 @@ def test_what_the_disk_has_and_the_file_says(tmp_path: Path, on_disk: str, role:
     cluster = _Cluster(tmp_path)
     cluster.start("a", [0, 1] if on_disk == "rows" else [0], [2] if on_disk == "rows" else [1, 2])
     folder = tmp_path / "a" / "shard-0001"
+    if role == "follow":  # the other shard has taken over
+        FollowState(copy_id="a", has_begun=True, is_promoted=True).write(tmp_path / "a" / "shard-0000")
     if on_disk in ("copy", "promoted"):
         (folder / "log").mkdir(parents=True)
         (folder / "log" / "segment").touch()
         FollowState(copy_id="a", has_begun=True, is_promoted=on_disk == "promoted").write(folder)
-    a = {"shards": [0, 1]} if role == "shards" else {"shards": [0], "standbys": [1] if role == "standbys" else []}
-    nodes = {"a": {"host": "ha", **a}, "b": {"host": "hb", "shards": [2] if role == "shards" else [1, 2]}}
-    values = {"server_id": _SERVER_ID, "shards": 3, "nodes": nodes}
+    has_it = role in ("shards", "follow")
+    a = {"shards": [0, 1]} if has_it else {"shards": [0], "standbys": [1] if role == "standbys" else []}
+    nodes = {"a": {"host": "ha", **a}, "b": {"host": "hb", "shards": [2] if has_it else [1, 2]}}
+    values = {"server_id": _SERVER_ID, "shards": 3, "nodes": nodes} | ({"follow": "h:1"} if role == "follow" else {})
     (tmp_path / "cluster.yaml").write_text(json.dumps(values))
     changed = ClusterFile.load(tmp_path / "cluster.yaml")
     for serve in (False, True):
