@@ -37,7 +37,7 @@ class _Hosts:
     def __init__(self, path: Path, stack: ExitStack) -> None:
         self.path, self._stack = path, stack
         self.port = hold_ports(3, hosts=tuple(_HOSTS.values()))
-        self.node_port = hold_ports(1, hosts=tuple(_HOSTS.values()))
+        self.node_port = hold_ports(3, hosts=tuple(_HOSTS.values()))
         self.servers: dict[tuple[str, str], subprocess.Popen[bytes]] = {}  # by host and directory
         self.server_id = _SERVER_ID
         self.num_run = 0
@@ -156,11 +156,28 @@ def test_a_server_goes_from_one_machine_to_three(tmp_path: Path) -> None:
         assert {host: sorted(path.name for path in hosts.data(host).glob("shard-*")) for host in _HOSTS} == {
             host: [f"shard-{shard:04d}"] for shard, host in enumerate(_HOSTS)
         }
-        # With and without `follow` the nodes come back as they were.
-        file = hosts.path / "ps-b.example" / "cluster.yaml"
-        for text in (file.read_text(), re.sub("follow: .*\n", "", file.read_text())):
-            file.write_text(text)
-            _stop(hosts.servers.pop(("ps-b.example", "headrace-node")))
+        files = [hosts.path / host / "cluster.yaml" for host in _HOSTS]
+
+        def restart(host: str, node: str) -> None:
+            _stop(hosts.servers.pop((host, "headrace-node")))
             train()
-            hosts.serve("ps-b.example", "headrace serve --cluster cluster.yaml --node b")
-            settle()
+            hosts.serve(host, f"headrace serve --cluster cluster.yaml --node {node}")
+
+        # With `follow` and without it a node comes back as it was.
+        restart("ps-b.example", "b")
+        settle()
+        line, moving = _section("Moving a shard")
+        of_c = hosts.put_in(line.text, "ps-c.example").rstrip()
+        for file in files:
+            text = re.sub(r"  c: .*", lambda _: of_c, file.read_text())
+            file.write_text(re.sub("follow: .*\n", "", text))
+        restart("ps-b.example", "b")
+        restart("ps-c.example", "c")
+        train()
+        hosts.run(moving, train)
+        settle()
+        hosts.lose("ps-b.example")
+        train()
+        (lost,) = _section("When a host is lost")
+        hosts.run(lost, train)
+        settle()

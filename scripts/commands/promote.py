@@ -91,7 +91,7 @@ async def _run(
             elif forces:
                 done.append(await _force(dial, (link.host, link.port), shard))
             else:
-                done.append(await promote_shard(dial, link, shard, to))
+                done.append(await promote_shard(dial, link, shard, to, seeds=access.seeds))
         return done
     finally:
         await asyncio.gather(*(link.close() for link in links))
@@ -103,15 +103,22 @@ async def _those_that_follow(links: Sequence[ShardLink], *, is_any: bool) -> Seq
     return following or range(len(links))
 
 
-async def promote_shard(dial: Dial, link: ShardLink, shard: int, node: str | None = None) -> dict[str, Any]:
+async def promote_shard(
+    dial: Dial, link: ShardLink, shard: int, node: str | None = None, *, seeds: Sequence[Address] = ()
+) -> dict[str, Any]:
     """Let a shard's follower, or its standby on a node, take over; return its number, address, term, and `pause_s`.
 
-    `pause_s` is how long nobody took updates, seconds. Raises as the command. Cancellation: the shard is handed over or
-    not; if not, its owner goes on.
+    Where the standby is, the shard's owner knows, or one of the `seeds`, if its cluster file is newer. `pause_s` is how
+    long nobody took updates, seconds. Raises as the command. Cancellation: the shard is handed over or not; if not, its
+    owner goes on.
     """
     hello = await link.refresh()
     if node is not None:
-        return await _hand_over(dial, link, shard, _place_of(hello, shard, node))
+        if any((each.shard, each.node) == (shard, node) for each in hello.shards):
+            raise ConfigError(f"--to {node}: shard {shard} is there")
+        return await _hand_over(
+            dial, link, shard, await _standby_on(dial, ((link.host, link.port), *seeds), shard, node)
+        )
     following = (await link.status()).following
     if following is None:
         known = sorted({each.node for each in hello.standbys or () if each.shard == shard and each.node})
@@ -127,24 +134,22 @@ async def promote_shard(dial: Dial, link: ShardLink, shard: int, node: str | Non
         await asyncio.gather(*(source.close() for source in sources))
 
 
-def _place_of(hello: Any, shard: int, node: str) -> Address:
-    """Return where a shard's standby on a node is; `ConfigError` if a hello does not know of one."""
-    place = next((each for each in hello.standbys or () if each.shard == shard and each.node == node), None)
-    if place is None:
-        here = next((each.node for each in hello.shards if each.shard == shard), None)
-        where = "it is there" if here == node else "its cluster file gives it no standby there"
-        raise ConfigError(f"--to {node}: shard {shard} cannot move to that node: {where}")
-    return place.host, place.port
-
-
 async def _standby_on(dial: Dial, seeds: Sequence[Address], shard: int, node: str) -> Address:
-    """Return where a shard's standby on a node is, as the first of some addresses says that answers."""
+    """Return where a shard's standby on a node is, as one of some addresses says; `ConfigError` if none knows of it."""
     why: HeadraceError | None = None
     for seed in seeds:
         try:
-            return _place_of(await dial.ask(*seed), shard, node)
+            hello = await dial.ask(*seed)
         except UnavailableError as exc:
-            why = exc
+            why = why or exc
+            continue
+        for place in hello.standbys or ():
+            if (place.shard, place.node) == (shard, node):
+                return place.host, place.port
+        why = ConfigError(
+            f"--to {node}: shard {shard} cannot move to that node: no cluster file of those that were asked gives it a "
+            "standby there"
+        )
     assert why is not None
     raise why
 
