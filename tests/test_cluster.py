@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,34 +10,21 @@ from pathlib import Path
 import pytest
 from cluster_nodes import HOSTS, Cluster
 from cluster_trainer import Trainer
-from watched_server import WAIT_S
 
 from headrace import cli
 from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
-from headrace.schemas.errors import HeadraceError, UnavailableError
+from headrace.schemas.errors import HeadraceError
 
 
-@pytest.fixture(params=["terms of the file", "object store"])
-def cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Cluster]:
-    stored = {"object_store": f"file://{tmp_path}/bucket"} if request.param == "object store" else {"term": 1}
-    made = Cluster(tmp_path, **stored)
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    made = Cluster(tmp_path, object_store=f"file://{tmp_path}/bucket")
     try:
         for name in HOSTS:
             made.start(name)
         yield made
     finally:
         made.close()
-
-
-def _exit_code(cluster: Cluster, name: str, data: Path) -> int:
-    """Start a node that ends by itself, and return its exit code."""
-    try:
-        with cluster.start(name, data) as started:
-            return started.wait(timeout_s=WAIT_S)
-    except UnavailableError as exc:
-        found = re.search(r"ended with exit code (\d+)", str(exc))
-        assert found, exc
-        return int(found[1])
 
 
 def test_training_and_serving_go_on_while_shards_move(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
@@ -57,8 +43,6 @@ def test_training_and_serving_go_on_while_shards_move(cluster: Cluster, capsys: 
         cluster.stop("b")
         trainer.step()
         shutil.copytree(cluster.path / "b", cluster.path / "old")
-        if "term" in cluster.more:
-            cluster.more["term"] = 2
         cluster.place(a=[0], c=[2, 1])
         cluster.stop("c")
         cluster.move(1, "b", "c")
@@ -66,15 +50,9 @@ def test_training_and_serving_go_on_while_shards_move(cluster: Cluster, capsys: 
         trainer.settle(replica)
 
         # Somebody starts the old copy at the old place, with the old file.
-        if "term" in cluster.more:
-            cluster.more["term"] = 1
         cluster.place(a=[0], b=[1], c=[2])
-        if "object_store" in cluster.more:
-            with pytest.raises(HeadraceError, match="exit code 4"):
-                cluster.start("b", cluster.path / "old")
-        else:
-            # It has heard of the newer copy, and asked there, perhaps before anybody sees that it is ready.
-            assert _exit_code(cluster, "b", cluster.path / "old") == 4
+        with pytest.raises(HeadraceError, match="exit code 4"):
+            cluster.start("b", cluster.path / "old")
         trainer.settle(replica)
         assert cli.main(["status", "--server", cluster.seeds, "--json"]) == 0
         shards = json.loads(capsys.readouterr().out)["shards"]
@@ -94,7 +72,7 @@ def test_training_and_serving_go_on_while_shards_move(cluster: Cluster, capsys: 
 
 def test_a_snapshot_over_hosts_needs_an_object_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Without one, `snapshot create` says in one line what is needed, and leaves nothing."""
-    cluster = Cluster(tmp_path, term=1)
+    cluster = Cluster(tmp_path)
     try:
         for name in HOSTS:
             cluster.start(name)

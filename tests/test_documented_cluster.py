@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -38,14 +37,15 @@ class _Hosts:
     def __init__(self, path: Path, stack: ExitStack) -> None:
         self.path, self._stack = path, stack
         self.port = hold_ports(3, hosts=tuple(_HOSTS.values()))
-        self.servers: dict[str, subprocess.Popen[bytes]] = {}
+        self.node_port = hold_ports(3, hosts=tuple(_HOSTS.values()))
+        self.servers: dict[tuple[str, str], subprocess.Popen[bytes]] = {}  # by host and directory
         self.server_id = _SERVER_ID
         self.num_run = 0
         for name in _HOSTS:
             (path / name).mkdir()
 
-    def data(self, host: str) -> Path:
-        return self.path / host / "headrace"
+    def data(self, host: str, name: str = "headrace-node") -> Path:
+        return self.path / host / name
 
     def put_in(self, text: str, host: str) -> str:
         """Return what stands on the page as it is on a host here."""
@@ -54,7 +54,7 @@ class _Hosts:
         for name, address in _HOSTS.items():
             # Not in a path that was put in just now.
             text = re.sub(rf"(?<!/){re.escape(name)}", address, text)
-        return re.sub(r"\b7601\b", str(self.port), text)
+        return re.sub(r"\b7601\b", str(self.port), re.sub(r"\b7611\b", str(self.node_port), text))
 
     def run(self, block: Block, between: Any) -> None:
         """Run a block, and call `between` after each command; a cluster file is copied to each host."""
@@ -73,8 +73,9 @@ class _Hosts:
 
     def serve(self, host: str, command: str) -> None:
         """Start a server and return when it is ready."""
-        assert host not in self.servers, "the page has not stopped the server"
-        ready, log = self.path / host / f"ready-{self.num_run}.json", self.path / host / "server.log"
+        data = "headrace-node" if "--cluster" in command else "headrace"
+        assert (host, data) not in self.servers, "the page has not stopped the server"
+        ready, log = self.path / host / f"ready-{self.num_run}.json", self.path / host / f"{data}.log"
         port = "" if "--cluster" in command else f" --port {self.port}"
         more = f"{port} --watch-stdin --ready-file {ready} --memtable-bytes 6MiB --block-cache-bytes 32MiB"
         with log.open("wb") as output:
@@ -87,14 +88,14 @@ class _Hosts:
                 stderr=subprocess.STDOUT,
             )
         self._stack.callback(_stop, process)
-        self.servers[host] = process
+        self.servers[host, data] = process
         wait_until(lambda: ready.exists() or process.poll() is not None, f"the ready file of {command}")
         assert process.poll() is None, f"{command}\n{log.read_text()}"
 
     def lose(self, host: str) -> None:
         """Kill a host's server, and delete its disk."""
-        self.servers.pop(host).kill()
-        self._finish(host, "flock /var/lib/headrace/LOCK rm -r /var/lib/headrace", ())
+        self.servers.pop((host, "headrace-node")).kill()
+        self._finish(host, "flock /var/lib/headrace-node/LOCK rm -r /var/lib/headrace-node", ())
 
     def _finish(self, host: str, command: str, output: tuple[str, ...]) -> None:
         done = subprocess.run(
@@ -110,7 +111,7 @@ class _Hosts:
         missing = missing_line(expected, done.stdout)
         assert missing is None, f"{command}: {missing!r} is not in what it prints:\n{done.stdout}"
         if command.startswith("kill "):
-            assert self.servers.pop(host).wait(WAIT_S) == 0
+            assert self.servers.pop((host, "headrace")).wait(WAIT_S) == 0
 
     def _environ(self) -> dict[str, str]:
         environ = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
@@ -125,15 +126,15 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def test_a_server_goes_from_one_machine_to_three(tmp_path: Path) -> None:
-    """The steps of the page work as they stand, and after them a lost host is restored; no row is lost or wrong."""
+    """The steps of the page work as they stand while a trainer and a replica go on; no row is lost or wrong."""
     trainer = Trainer()
     with ExitStack() as stack:
         hosts = _Hosts(tmp_path, stack)
         hosts.serve("ps-a.example", "headrace serve --data /var/lib/headrace --host ps-a.example --shards 3")
-        manifest = find_manifest(hosts.data("ps-a.example"))
+        manifest = find_manifest(hosts.data("ps-a.example", "headrace"))
         assert manifest is not None
         hosts.server_id = manifest.server_id
-        address = f"127.0.0.1:{hosts.port}"
+        address = f"127.0.0.1:{hosts.port},127.0.0.1:{hosts.node_port}"
         streamer = stack.enter_context(attached(address, trainer, run="run", retry_max_s=0.2))
         trainer.step(0, ROWS)
         streamer.flush()
@@ -150,14 +151,33 @@ def test_a_server_goes_from_one_machine_to_three(tmp_path: Path) -> None:
 
         for block in _section("From one machine to many"):
             hosts.run(block, train)
-        assert hosts.num_run == 14
+        assert hosts.num_run == 8
         settle()
         assert {host: sorted(path.name for path in hosts.data(host).glob("shard-*")) for host in _HOSTS} == {
             host: [f"shard-{shard:04d}"] for shard, host in enumerate(_HOSTS)
         }
-        shutil.rmtree(tmp_path / "ps-a.example" / "headrace-moved")
+        files = [hosts.path / host / "cluster.yaml" for host in _HOSTS]
+
+        def restart(host: str, node: str) -> None:
+            _stop(hosts.servers.pop((host, "headrace-node")))
+            train()
+            hosts.serve(host, f"headrace serve --cluster cluster.yaml --node {node}")
+
+        # With `follow` and without it a node comes back as it was.
+        restart("ps-b.example", "b")
+        settle()
+        line, moving = _section("Moving a shard")
+        of_c = hosts.put_in(line.text, "ps-c.example").rstrip()
+        for file in files:
+            text = re.sub(r"  c: .*", lambda _: of_c, file.read_text())
+            file.write_text(re.sub("follow: .*\n", "", text))
+        restart("ps-b.example", "b")
+        restart("ps-c.example", "c")
+        train()
+        hosts.run(moving, train)
+        settle()
         hosts.lose("ps-b.example")
         train()
-        (block,) = _section("When a host is lost")
-        hosts.run(block, train)
+        (lost,) = _section("When a host is lost")
+        hosts.run(lost, train)
         settle()

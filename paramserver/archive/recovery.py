@@ -17,7 +17,7 @@ import contextlib
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
@@ -100,7 +100,8 @@ class _Server:
             raise ConfigError(
                 f"{cluster.path}: shards: {cluster.num_shards}: the server at {where} has {self.num_shards} shards"
             )
-        return Manifest.of_node(cluster, node, log=kind_of_log(cluster.log))
+        # Its standbys come from their owners, or from the log.
+        return Manifest.of_node(cluster, replace(node, standbys=()), log=kind_of_log(cluster.log))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -138,7 +139,7 @@ def has_server(store: ObjectStore, *, cluster: ClusterFile | None = None, node: 
     except _NoServerError:
         return False
     shards = server.directory(cluster, node, store.where).shards
-    return bool(server.manifests) or any(
+    return bool(shards and server.manifests) or any(
         ShardArchive(store, shard).segments() or claims_of(store, shard) for shard in shards
     )
 

@@ -7,9 +7,10 @@
       a: {host: ps-a.example, port: 7601, shards: [0, 1]}
       b: {host: ps-b.example, port: 7601, shards: [2, 3]}
 
-Shard i of a node's list listens on the node's port + i. With a replicated log (`log: nats://…`) a node may also have
-`standbys: [2, 3]`, copies of other nodes' shards that open when those are lost; their ports are the next ones. Each
-mistake is one line.
+Shard i of a node's list listens on the node's port + i. A node may also have `standbys: [2, 3]`, copies of other nodes'
+shards, on the next ports. They take over when somebody lets them (`headrace promote`); with a replicated log
+(`log: nats://…`) they do so by themselves when a shard is lost. With `follow: HOST:PORT` all shards are copies of
+another server's, until they take over. Each mistake is one line.
 """
 
 from __future__ import annotations
@@ -25,14 +26,13 @@ import yaml
 
 from headrace.paramserver.config.server_settings import MAX_SHARDS
 from headrace.paramserver.log.opening import check_log_url
-from headrace.paramserver.rpc.address import DEFAULT_PORT, format_address, is_wildcard, problem_of_host
+from headrace.paramserver.rpc.address import DEFAULT_PORT, format_address, is_wildcard, parse_addresses, problem_of_host
 from headrace.schemas.errors import ConfigError
 
 __all__ = ["ClusterFile", "ClusterNode", "cluster_of", "settings_of_node"]
 
-_KEYS = ("server_id", "object_store", "log", "shards", "term", "data", "nodes")
+_KEYS = ("server_id", "object_store", "log", "follow", "shards", "data", "nodes")
 _NODE_KEYS = ("host", "port", "data", "shards", "standbys")
-_MAX_TERM = 2**53
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,9 +64,9 @@ class ClusterFile:
     path: Path
     server_id: str
     num_shards: int
-    term: int  # of all shards where there is no object store; 0 for none
     object_store: str | None
     log: str | None  # URL of a replicated log; None for logs in the directories
+    follow: str | None  # addresses of the server of which this one is a copy, or was before it took over
     nodes: dict[str, ClusterNode]
 
     @classmethod
@@ -79,33 +79,34 @@ class ClusterFile:
         values = _read(path)
         _check_keys(f"{path}", values, _KEYS)
         num_shards = _number(path, values, "shards", 1, MAX_SHARDS)
-        term = _number(path, values, "term", 1, _MAX_TERM) if "term" in values else 0
         object_store = _text(path, values, "object_store") if "object_store" in values else None
-        if term and object_store is not None:
-            raise ConfigError(f"{path}: term: leave it out with an object_store, where each start takes the next term")
         log = _text(path, values, "log") if "log" in values else None
         if log is not None:
             try:
                 check_log_url(log)
             except ConfigError as exc:
                 raise ConfigError(f"{path}: log: {exc}") from exc
-            if term:
-                raise ConfigError(f"{path}: term: leave it out with log: {log}, which gives each owner the next term")
+        follow = _text(path, values, "follow") if "follow" in values else None
+        if follow is not None:
+            try:
+                parse_addresses(follow)
+            except ConfigError as exc:
+                raise ConfigError(f"{path}: follow: {exc}") from exc
         given = values.get("nodes")
         if not isinstance(given, dict) or not given:
             raise ConfigError(f"{path}: nodes: give each node's host, port and shards by its name")
         data = Path(_text(path, values, "data")) if "data" in values else None
         nodes = {name: _node(path, name, of_node, data, num_shards) for name, of_node in given.items()}
         _check_shards(path, nodes, num_shards)
-        if log is None and (name := next((node.name for node in nodes.values() if node.standbys), None)):
-            raise ConfigError(f"{path}: node {name}: standbys: give the file a replicated log (log: nats://…) for them")
+        if follow and log and (name := next((node.name for node in nodes.values() if node.standbys), None)):
+            raise ConfigError(f"{path}: node {name}: standbys: leave them out until the shards have taken over")
         return cls(
             path=path,
             server_id=_server_id(path, values),
             num_shards=num_shards,
-            term=term,
             object_store=object_store,
             log=log,
+            follow=follow,
             nodes=nodes,
         )
 
@@ -120,6 +121,16 @@ class ClusterFile:
         several = {shard for node in self.nodes.values() for shard in node.standbys}
         places = [(shard, *place, node.name) for node in self.nodes.values() for shard, place in node.addresses.items()]
         return tuple(place for place in places if place[0] in several)
+
+    def sources_of(self, node: ClusterNode, shard: int) -> str:
+        """Return where a node's copy of a shard finds who has it: at its other copies, or by any of the other nodes.
+
+        One that is no standby begins at the server to follow.
+        """
+        others = [other for other in self.nodes.values() if other is not node]
+        copies = [other.addresses[shard] for other in others if shard in other.copies]
+        seeds = [format_address(*address) for address in (*copies, *((other.host, other.port) for other in others))]
+        return ",".join(dict.fromkeys(seeds if shard in node.standbys else [self.follow or "", *seeds]))
 
     @property
     def nodes_of_shards(self) -> tuple[str, ...]:
@@ -168,7 +179,7 @@ def settings_of_node(cluster: ClusterFile | None, node: ClusterNode | None) -> t
     fixed = {"port": node.port, "advertise_host": node.host, "shards": None}
     if cluster.object_store is not None:
         fixed["object_store"] = cluster.object_store
-    fixed["log"] = cluster.log
+    fixed |= {"log": cluster.log, "follow": cluster.follow}
     return defaults, fixed
 
 
@@ -223,13 +234,13 @@ def _node(path: Path, name: Any, values: Any, data: Path | None, num_shards: int
         raise ConfigError(f"{where}: host {host}: {problem}")
     if is_wildcard(host):
         raise ConfigError(f"{where}: host {host} is every address; give the one by which clients and other nodes come")
-    shards = values.get("shards")
-    if not isinstance(shards, list) or not shards or not all(type(shard) is int for shard in shards):
+    shards, standbys = values.get("shards", []), values.get("standbys", [])
+    has_copies = bool(shards or standbys)
+    if not isinstance(shards, list) or not has_copies or not all(type(shard) is int for shard in shards):
         raise ConfigError(f"{where}: shards: give the numbers of its shards, such as [0, 1]")
     for shard in shards:
         if not 0 <= shard < num_shards:
             raise ConfigError(f"{where}: shard {shard}: with shards: {num_shards} they are 0 to {num_shards - 1}")
-    standbys = values.get("standbys", [])
     if not isinstance(standbys, list) or not all(type(shard) is int for shard in standbys):
         raise ConfigError(f"{where}: standbys: give the numbers of shards of other nodes, such as [2, 3]")
     for shard in standbys:

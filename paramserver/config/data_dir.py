@@ -18,11 +18,12 @@ import re
 import shlex
 import uuid
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, Self, get_args
 
 from headrace.paramserver.config.cluster_file import ClusterFile, ClusterNode
+from headrace.paramserver.config.follow_state import FollowState
 from headrace.paramserver.config.server_settings import MAX_SHARDS
 from headrace.paramserver.log.claims import CLAIM_FILE, HeldClaims
 from headrace.paramserver.log.opening import LogKind
@@ -40,6 +41,7 @@ __all__ = [
     "Manifest",
     "check_data_dir",
     "find_manifest",
+    "has_rows",
     "is_in_use",
     "restore_command",
 ]
@@ -83,10 +85,23 @@ class Manifest:
         return json.dumps(values, indent=2).encode() + b"\n"
 
     @classmethod
-    def of_node(cls, cluster: ClusterFile, node: ClusterNode, *, log: LogKind = "file") -> Self:
+    def of_node(
+        cls,
+        cluster: ClusterFile,
+        node: ClusterNode,
+        *,
+        log: LogKind = "file",
+        predecessors: tuple[Predecessor, ...] = (),
+    ) -> Self:
         """Return the manifest of a node's directory, with the shards of which it has a copy."""
         shards = None if len(node.copies) == cluster.num_shards else tuple(sorted(node.copies))
-        return cls(server_id=cluster.server_id, num_shards=cluster.num_shards, node_shards=shards, log=log)
+        return cls(
+            server_id=cluster.server_id,
+            num_shards=cluster.num_shards,
+            node_shards=shards,
+            log=log,
+            predecessors=predecessors,
+        )
 
 
 class DataDir:
@@ -106,6 +121,7 @@ class DataDir:
         self.manifest = manifest
         self._lock = lock
         self._is_written = lock is not None
+        self._from_elsewhere: tuple[int, ...] = ()  # shards that may be missing
 
     @classmethod
     def claim(
@@ -124,7 +140,8 @@ class DataDir:
         A new store gets a `server_id` of its own, unless one is given, and the `predecessors`.
 
         Without `num_shards`, a store keeps its number of shards, and a new one gets 1. That of a `node` must have the
-        shards that the `cluster` gives it; those whose `log` is elsewhere may be missing, because they are made of it.
+        shards that the `cluster` gives it; standbys and those whose `log` is elsewhere may be missing, because they are
+        made of their owners or of the log.
 
         Raises:
             ConfigError: Not a directory, in use, not accessible, not ours, or of another number of shards; or it has
@@ -140,7 +157,7 @@ class DataDir:
                 return cls(path, new, None)
             if _shards_in(path):  # all of them were moved here
                 _check_node(path, Manifest(server_id=cluster.server_id, num_shards=0, log=log), cluster, node)
-            return cls(path, Manifest.of_node(cluster, node, log=log), None)
+            return cls(path, Manifest.of_node(cluster, node, log=log, predecessors=predecessors), None)
         lock = _lock(path)
         try:
             manifest = _read_manifest(path, num_shards)
@@ -149,8 +166,10 @@ class DataDir:
                 _refuse_node(path, manifest)
                 return cls(path, manifest, lock)
             _check_node(path, manifest, cluster, node)
-            claimed = cls(path, Manifest.of_node(cluster, node, log=log), lock)
+            of_node = Manifest.of_node(cluster, node, log=log, predecessors=manifest.predecessors)
+            claimed = cls(path, of_node, lock)
             claimed._is_written = claimed.manifest == manifest
+            claimed._from_elsewhere = node.standbys if log == "file" else node.copies
         except BaseException:
             lock.close()
             raise
@@ -177,8 +196,8 @@ class DataDir:
         try:
             if self._lock is None:
                 self._create()
-            elif self.manifest.log != "file":
-                self._make_shards()  # those that are missing come from the log, which is elsewhere
+            else:
+                self._make_shards(self._from_elsewhere)
             _check_shards(self.path, self.manifest)
             if not self._is_written:  # shards were moved here, or away
                 self._write_manifest()
@@ -194,7 +213,7 @@ class DataDir:
         self._lock = _lock(self.path)
         if (self.path / MANIFEST_NAME).exists():
             raise ConfigError(f"--data {self.path}: another server made it just now; start again")
-        self._make_shards()
+        self._make_shards(self.manifest.shards)
         # The manifest comes last: where it exists, every shard's log has existed.
         self._write_manifest()
         for path in missing:
@@ -207,8 +226,8 @@ class DataDir:
             if not (self.shard_path(shard) / CLAIM_FILE).exists():
                 held.write(self.shard_path(shard))
 
-    def _make_shards(self) -> None:
-        for shard in self.manifest.shards:
+    def _make_shards(self, shards: Iterable[int]) -> None:
+        for shard in shards:
             (self.shard_path(shard) / _LOG_NAME).mkdir(parents=True, exist_ok=True)
             fsync_path(self.shard_path(shard))
 
@@ -259,7 +278,8 @@ def check_data_dir(
         manifest = Manifest.of_node(cluster, node, log=log)
     try:
         if manifest.log == "file":
-            _check_shards(path, manifest)
+            standbys = () if node is None else node.standbys
+            _check_shards(path, replace(manifest, node_shards=tuple(sorted(set(manifest.shards) - set(standbys)))))
     except OSError as exc:
         _fail(path, exc)
     return manifest
@@ -372,18 +392,50 @@ def _check_node(path: Path, manifest: Manifest, cluster: ClusterFile, node: Clus
         )
     there = _shards_in(path)
     for shard in sorted(there - set(node.copies)):
+        name = cluster.node_of(shard).name
         raise ConfigError(
-            f"--data {path}: has shard {shard}, which {cluster.path} gives to node {cluster.node_of(shard).name}: move "
-            f"{path / shard_folder(shard)} there while neither node runs, or give the shard back to node {node.name}"
+            f"--data {path}: has shard {shard}, which {cluster.path} gives to node {name}: if that has taken it over, "
+            f"remove {path / shard_folder(shard)}; if not, give the shard back to node {node.name}"
         )
     if manifest.log != "file":
         return
     for shard in sorted(set(node.shards) - set(manifest.shards) - there):
         raise ConfigError(
-            f"--data {path}: lacks shard {shard}, which {cluster.path} gives to node {node.name}: move "
-            f"{shard_folder(shard)} here from the node that has it"
-            + (f", or run {restore_command(cluster, node, path, shards=[shard])}" if cluster.object_store else "")
+            f"--data {path}: lacks shard {shard}, which {cluster.path} gives to node {node.name}: name it under its "
+            f"standbys, and let it take the shard over: headrace promote --shard {shard} --to {node.name}"
+            + (f"; or run {restore_command(cluster, node, path, shards=[shard])}" if cluster.object_store else "")
         )
+    for shard in sorted(there):
+        _check_role(path / shard_folder(shard), shard, cluster, node)
+
+
+def _check_role(folder: Path, shard: int, cluster: ClusterFile, node: ClusterNode) -> None:
+    """Check that a shard's directory may be what the cluster file says. Whoever has taken the shard over has it."""
+    state = FollowState.read(folder)
+    if shard in node.shards and state is None and cluster.follow is not None and has_rows(folder):
+        raise ConfigError(
+            f"{folder}: a shard with rows of its own, which cannot follow {cluster.follow}: take follow: out of "
+            f"{cluster.path}, or name a new directory"
+        )
+    if shard in node.shards and state is not None and not state.is_promoted and cluster.follow is None:
+        raise ConfigError(
+            f"{folder}: a copy that has not taken over shard {shard}, which {cluster.path} gives to node {node.name}: "
+            f"name it under its standbys, or say follow:, and run headrace promote --shard {shard} --to {node.name}"
+        )
+    if shard in node.standbys and state is None and has_rows(folder):
+        raise ConfigError(
+            f"{folder}: shard {shard} with rows of its own, of which {cluster.path} makes node {node.name} a standby: "
+            "if another node has taken the shard over, remove the directory, and it follows; if not, name it under "
+            "shards"
+        )
+
+
+def has_rows(folder: Path) -> bool:
+    """Return whether a shard's directory has a record, or a store. It blocks."""
+    try:
+        return (folder / "store").exists() or any((folder / _LOG_NAME).iterdir())
+    except FileNotFoundError:
+        return False
 
 
 def _is_empty_shard(path: Path) -> bool:

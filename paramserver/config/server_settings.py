@@ -358,12 +358,11 @@ class ShardConfig(ShardSettings):
     shard: int  # index, 0 to `num_shards` - 1
     server_id: str  # identity of the data directory
     addresses: tuple[tuple[str, int], ...]  # host and port at which clients reach each shard, by index
-    term: int = 0  # in which the shard runs; 0 for none
     nodes: tuple[str, ...] = ()  # name of each shard's node of a cluster; empty if the whole server is on this machine
     local_shards: tuple[int, ...] | None = None  # those of this directory; None for all
     # Shard, host, port and node of each place where a shard with standbys may be. `addresses` has this one's place.
     copies: tuple[tuple[int, str, int, str], ...] = ()
-    is_standby: bool = False  # the shard is another node's while that lives
+    is_standby: bool = False  # the cluster file gives the shard to another node
     waits: bool = False  # until the shard's owner is silent, though the owner may have been this very place
     predecessors: tuple[Predecessor, ...] = ()  # see `Manifest`
 
@@ -379,8 +378,8 @@ class ShardConfig(ShardSettings):
 
     @property
     def is_whole_here(self) -> bool:
-        """Whether all shards of the server are in one directory."""
-        return len(self.local_shards or self.addresses) == self.num_shards
+        """Whether all shards of the server are in one directory, copies of other nodes' shards aside."""
+        return len(set(self.nodes)) <= 1
 
     @property
     def node(self) -> str | None:
@@ -396,6 +395,10 @@ class ShardConfig(ShardSettings):
     def other_copies(self) -> tuple[tuple[int, str, int, str], ...]:
         """`copies` without this place."""
         return tuple(place for place in self.copies if place[:3] != (self.shard, *self.addresses[self.shard]))
+
+    def node_at(self, shard: int, host: str, port: int) -> str | None:
+        """Return the node that the cluster file has at a shard's address; None if there is none."""
+        return next((node for *place, node in self.copies if place == [shard, host, port]), None)
 
     @property
     def is_first_here(self) -> bool:
@@ -414,7 +417,6 @@ class ShardConfig(ShardSettings):
         shard: int,
         server_id: str,
         addresses: tuple[tuple[str, int], ...],
-        term: int = 0,
         nodes: tuple[str, ...] = (),
         local_shards: tuple[int, ...] | None = None,
         copies: tuple[tuple[int, str, int, str], ...] = (),
@@ -432,7 +434,6 @@ class ShardConfig(ShardSettings):
             shard=shard,
             server_id=server_id,
             addresses=addresses,
-            term=term,
             nodes=nodes,
             local_shards=local_shards,
             copies=copies,

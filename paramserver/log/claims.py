@@ -11,7 +11,7 @@ reply was lost, is recognized by the next one.
 
 A replicated log gives the terms itself: its owner claims the one that it has been given, behind everything else.
 
-Without an object store the term is that of the cluster file, and `hold_term` only refuses a lower one than before.
+Without an object store a shard's term is 0 until a follower takes it over: that holds the next one (`hold_term`).
 """
 
 from __future__ import annotations
@@ -427,24 +427,18 @@ class ClaimedStarts:
         return seq
 
 
-def hold_term(directory: Path, *, server_id: str, shard: int, term: int) -> int:
-    """Return the term of a shard without an object store: that of the cluster file, or the one that it had.
+def hold_term(directory: Path, *, server_id: str, shard: int, term: int) -> None:
+    """Note that a shard's directory knows of a term, unless it knows of a higher one.
 
     Raises:
-        ConfigError: It has been served in a higher term, or the directory is another shard's.
+        ConfigError: The directory is another shard's.
         StorageError: The directory cannot be read or written.
 
     Thread: any; it blocks.
     """
     held = HeldClaims.read(directory, server_id, shard)
-    if term and term < held.term:
-        raise ConfigError(
-            f"{directory}: was served in term {held.term}, and the cluster file says term {term}: take the newer file, "
-            f"or raise its term to {held.term + 1} if this copy of the shard is the right one"
-        )
     if term > held.term:
         replace(held, term=term).write(directory)
-    return max(term, held.term)
 
 
 def claims_of(store: ClaimStore, shard: int, *, above: int = 0) -> dict[int, Claim]:

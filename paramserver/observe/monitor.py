@@ -214,7 +214,7 @@ def _one_a_shard(states: Sequence[ShardState]) -> list[ShardState]:
     def rank(state: ShardState) -> int:
         if state.sample is None:
             return 0
-        return 1 if state.sample.log is not None and not state.sample.log.is_owner else 2
+        return 1 if state.sample.following is not None else 2
 
     best: dict[int, ShardState] = {}
     for state in states:

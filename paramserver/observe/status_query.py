@@ -186,7 +186,7 @@ class OtherNodes:
             (ShardPlace(*address, node=name) for address, name in zip(cluster.addresses, names, strict=True)),
         )
         self._shards = [shard for shard, name in enumerate(names) if name != node.name]
-        self._own = cluster.addresses[node.shards[0]]
+        self._own = node.addresses[node.copies[0]]
         self._lock, self._states, self._asked_s = asyncio.Lock(), list[ShardState](), -math.inf
 
     async def ask(self) -> list[ShardState]:

@@ -11,7 +11,7 @@ from headrace.paramserver.log.interface import ReplicatedLog
 from headrace.paramserver.observe.sample import ShardSample
 from headrace.paramserver.rpc.dispatch import define_all
 from headrace.paramserver.rpc.server import Call, ThriftServer
-from headrace.paramserver.rpc.shard_places import STANDBY, ShardPlace, ShardPlaces
+from headrace.paramserver.rpc.shard_places import STANDBY, ShardPlaces
 from headrace.paramserver.shard.following import Following
 from headrace.paramserver.shard.read_service import ReadService
 from headrace.paramserver.shard.sampler import ShardParts, copies_to_idl
@@ -67,7 +67,6 @@ class FollowingShard(ReadService):
         """Tell readers the tables and this copy's place, and others where the source's shards are."""
         self._check_protocol(request)
         config, following = self._config, self._following
-        standbys = copies_to_idl(config) or None
         if (elsewhere := following.lead(request)) is not None:
             call.peer.session = None
             return idl.HelloReply(
@@ -79,14 +78,14 @@ class FollowingShard(ReadService):
                 highest_epoch=0,
                 last_client_seq=0,
                 tables=[],
-                standbys=standbys,
+                knowledge_age_ms=following.knowledge_age_ms,
+                standbys=copies_to_idl(config.copies) or None,
             )
-        # With a lower term than it is known to have, a shard of ours that has moved would not be looked for.
-        places = ShardPlaces(
-            config.server_id,
-            (ShardPlace(*place, term) for place, term in zip(config.addresses, following.terms, strict=True)),
+        reply = self._hello_reply(
+            ShardPlaces(config.server_id, following.places),
+            knowledge_age_ms=following.knowledge_age_ms,
+            standbys=copies_to_idl(config.other_copies) or None,
         )
-        reply = self._hello_reply(places, knowledge_age_ms=following.knowledge_age_ms, standbys=standbys)
         call.peer.session = self
         return reply
 

@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import math
 import secrets
 import shutil
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
+from headrace.paramserver.config.data_dir import has_rows
+from headrace.paramserver.config.follow_state import FollowState
 from headrace.paramserver.config.server_settings import ShardConfig
 from headrace.paramserver.ingest.pipeline import Ingest
 from headrace.paramserver.ingest.shard_state import Offer
@@ -31,19 +31,18 @@ from headrace.paramserver.log.opening import FileUpdateLog
 from headrace.paramserver.reading.follower import ShardFollower, Update
 from headrace.paramserver.reading.link import ShardLink, link_all, retry
 from headrace.paramserver.rpc.address import format_address, parse_address, parse_addresses
-from headrace.paramserver.rpc.shard_places import ShardPlace, ShardPlaces
+from headrace.paramserver.rpc.shard_places import STANDBY, ShardPlace, ShardPlaces
 from headrace.paramserver.shard.disk_room import DiskRoom
 from headrace.paramserver.shard.hand_over import READS_S, peer_dial
 from headrace.paramserver.shard.source_copy import LEASE_S, SourceCopy
 from headrace.paramserver.snapshots.directory import mapped_errors
 from headrace.paramserver.store.applier import Applier
-from headrace.paramserver.system.durable import fsync_path, write_file
+from headrace.paramserver.system.durable import fsync_path
 from headrace.paramserver.system.event_loop import background_task, run_to_end
 from headrace.paramserver.system.log_lines import fact
 from headrace.paramserver.system.object_store import ObjectStore
 from headrace.schemas.errors import (
     ConfigError,
-    CorruptionError,
     GoneError,
     HeadraceError,
     LogFencedError,
@@ -63,9 +62,6 @@ __all__ = ["Following"]
 
 _log = logging.getLogger(__name__)
 
-# ON DISK: names, and what a version means.
-_STATE_NAME = "follow.json"
-_FORMAT, _FORMAT_VERSION = "headrace-follow", 1
 # The source answers at least this often, so that the age of what a follower knows stays small.
 _WAIT_S = 1.0
 _FETCH_BYTES = 8 << 20
@@ -85,57 +81,10 @@ class _TakenOverError(HeadraceError):
     """The log in which the shard goes on has changed: the next start finds out how."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _State:
-    """Contents of `follow.json`.
-
-    Attributes:
-        copy_id: Tells the source which lease is this directory's.
-        has_begun: The copy is one that the source's records continue.
-        is_direct: The source takes the updates itself, as far as it was heard.
-        declined: The last offer that was declined, for ever.
-        accepted: The offer by which the shard takes over, or what stands for one if it was forced to; None before. The
-            record `open` in the log is what decides.
-        was_forced: It takes over without an offer.
-        is_promoted: It has taken over.
-    """
-
-    copy_id: str
-    has_begun: bool = False
-    is_direct: bool = True
-    declined: str | None = None
-    accepted: str | None = None
-    was_forced: bool = False
-    is_promoted: bool = False
-
-    @classmethod
-    def read(cls, directory: Path) -> Self | None:
-        """Return what a shard's directory says; None if it is no follower's. `CorruptionError` if it is damaged."""
-        path = directory / _STATE_NAME
-        with mapped_errors(path, FileNotFoundError):
-            try:
-                content = path.read_bytes()
-            except FileNotFoundError:
-                return None
-        try:
-            values = json.loads(content)
-            if (values.pop("format"), values.pop("format_version")) != (_FORMAT, _FORMAT_VERSION):
-                raise ValueError(f"not a follower's of version {_FORMAT_VERSION}")
-            return cls(**values)
-        except (ValueError, KeyError, TypeError, AttributeError) as exc:
-            raise CorruptionError(f"{path}: {exc}; remove {directory.parent}, and the follower begins anew") from exc
-
-    def write(self, directory: Path) -> None:
-        """Write it durably."""
-        values = {"format": _FORMAT, "format_version": _FORMAT_VERSION, **asdict(self)}
-        with mapped_errors(directory):
-            write_file(directory / _STATE_NAME, json.dumps(values).encode() + b"\n")
-
-
 class Following(SourceCopy):
     """A copy whose source is a shard of another server. Thread: the event loop's."""
 
-    def __init__(self, config: ShardConfig, state: _State, term: int) -> None:
+    def __init__(self, config: ShardConfig, state: FollowState, term: int) -> None:
         """Use `of_shard`."""
         super().__init__(config, copy_id=state.copy_id, has_begun=state.has_begun)
         self._term, self._state = term, state
@@ -162,7 +111,7 @@ class Following(SourceCopy):
             CorruptionError: A file in the directory is damaged.
             StorageError: The disk failed.
         """
-        state = await asyncio.to_thread(_State.read, config.directory)
+        state = await asyncio.to_thread(FollowState.read, config.directory)
         if config.follow is None:
             if state is not None and not state.is_promoted:
                 raise ConfigError(
@@ -172,12 +121,12 @@ class Following(SourceCopy):
             if state is None:
                 return None
         elif state is None:
-            if any((config.directory / "log").iterdir()) or (config.directory / "store").exists():
+            if await asyncio.to_thread(has_rows, config.directory):
                 raise ConfigError(
                     f"{config.directory}: a shard with rows of its own, which cannot follow {config.follow}: name a "
                     "new directory with --data"
                 )
-            state = _State(copy_id=secrets.token_hex(8))
+            state = FollowState(copy_id=secrets.token_hex(8))
             await asyncio.to_thread(state.write, config.directory)
         held = await asyncio.to_thread(HeldClaims.read, config.directory, config.server_id, config.shard)
         return cls(config, state, held.highest_term)
@@ -221,14 +170,17 @@ class Following(SourceCopy):
         return math.inf if follower is None else time.monotonic() - follower.heard_s + follower.knowledge_age_s
 
     @property
-    def terms(self) -> list[int]:
-        """See `SourceCopy`."""
-        terms = [0] * self._config.num_shards
-        if self._link is not None:
-            places = self.source_places()
-            terms = [places[shard].term for shard in range(len(places))]
-        terms[self._config.shard] = self.term
-        return terms
+    def places(self) -> list[ShardPlace]:
+        """See `SourceCopy`. Those of a standby are the source's, but for its own."""
+        config, places = self._config, self.places_of_file
+        known = places if self._link is None else list(self.source_places())
+        if config.is_standby:
+            places = known
+        else:
+            # With a lower term than it is known to have, a shard of ours that has moved would not be looked for.
+            places = [replace(place, term=source.term) for place, source in zip(places, known, strict=True)]
+        places[config.shard] = replace(self.places_of_file[config.shard], term=self.term)
+        return places
 
     def source_places(self) -> ShardPlaces:
         """Return where the source's shards are; `UnavailableError` before it was heard."""
@@ -238,11 +190,13 @@ class Following(SourceCopy):
 
     def lead(self, request: Any) -> ShardPlaces | None:
         """Send writers to the source; tables change there, too."""
-        if request.role == idl.Role.WRITER:
+        is_standby = self._config.is_standby
+        if request.role == idl.Role.WRITER or is_standby:
             if request.epoch:
-                raise UnavailableError(f"this server follows {self.source}, which takes the updates")
-            return self.source_places()
-        if request.epoch or request.shards is not None:
+                raise UnavailableError(f"this is a copy of the shard at {self.source}, which takes the updates")
+            is_content = request.role == idl.Role.READER and request.reads_copies
+            return None if is_standby and is_content else self.source_places()
+        if request.epoch or (request.shards is not None and self._config.node is None):
             raise RequestError(f"this server follows {self.source}: change tables there")
         return None
 
@@ -344,7 +298,8 @@ class Following(SourceCopy):
         for host, port in (*source, *map(parse_address, others)):
             try:
                 async with asyncio.timeout(_FORCE_S):
-                    await self._dial.ask(host, port)
+                    if (await self._dial.ask(host, port)).shard not in (self._config.shard, STANDBY):
+                        continue
             except ReshardedError as exc:
                 raise RequestError(f"{exc}: all updates are there now") from exc
             except (UnavailableError, TimeoutError):
@@ -579,18 +534,19 @@ class Following(SourceCopy):
             return self._link
         config = self._config
         seeds = parse_addresses(config.follow or "")
-        links = await retry(lambda: link_all(self._dial, seeds))
-        server_id = links[0].hello.server_id
-        if server_id != config.server_id:
-            raise ConfigError(
-                f"{config.directory.parent} is a copy of server {config.server_id}, and {config.follow} is server "
-                f"{server_id}: choose another --data"
+        while True:
+            links = await retry(lambda: link_all(self._dial, seeds))
+            source = links[0].hello.server_id, len(links)
+            if source == (config.server_id, config.num_shards):
+                break
+            what = (
+                f"{config.directory.parent} is a copy of server {config.server_id} of {config.num_shards} shards, and "
+                f"{config.follow} is server {source[0]} of {source[1]}"
             )
-        if len(links) != config.num_shards:
-            raise ConfigError(
-                f"{config.follow} has {len(links)} shards, and this copy of it {config.num_shards}: choose another "
-                "--data"
-            )
+            if not config.is_standby:
+                raise ConfigError(f"{what}: choose another --data")
+            self.failure = what  # the other shards of its node go on
+            await asyncio.sleep(_AGAIN_S)
         link, own = links[config.shard], config.addresses[config.shard]
         if own in seeds:
             raise ConfigError(f"--follow {config.follow}: this is the server itself")
@@ -617,7 +573,7 @@ class Following(SourceCopy):
             link,
             from_seq=from_seq,
             mark=mark,
-            name="follower",
+            name=self._name,
             copy_id=self._copy_id,
             lease_s=LEASE_S,
             max_bytes=_FETCH_BYTES,

@@ -296,7 +296,8 @@ class HandOver:
     def _leave(self, offer: Offer) -> None:
         host, port = parse_address(offer.to)
         if offer.num_shards is None:
-            self.successor = ShardPlace(host, port, offer.taken_term or offer.term + 1)
+            node = self._config.node_at(self._config.shard, host, port)
+            self.successor = ShardPlace(host, port, offer.taken_term or offer.term + 1, node=node)
         else:
             self.resharded = ReshardedError(
                 f"the server with {offer.num_shards} shards at {offer.to} has taken the place of this one",

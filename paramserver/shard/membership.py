@@ -29,7 +29,7 @@ from math import inf
 from typing import Any, NoReturn, Self
 
 from headrace.paramserver.config.server_settings import ShardConfig
-from headrace.paramserver.log.claims import LateClaimError, ShardClaim, claim_shard, hold_term, note_term
+from headrace.paramserver.log.claims import HeldClaims, LateClaimError, ShardClaim, claim_shard, note_term
 from headrace.paramserver.log.interface import UpdateLog
 from headrace.paramserver.log.leases import LogLease
 from headrace.paramserver.rpc.address import format_address
@@ -80,7 +80,7 @@ class Membership:
     Attributes:
         term: In which the shard runs; 0 for none.
         places: Where the server's shards are.
-        standbys: What is known of this shard's standbys.
+        standbys: What is known of this shard's standbys, if its log is a replicated one.
     """
 
     def __init__(
@@ -107,9 +107,9 @@ class Membership:
             own=config.shard,
             standbys=(place[:3] for place in config.other_copies),
         )
-        self.standbys = [
-            StandbyView(host, port) for shard, host, port, _ in config.other_copies if shard == config.shard
-        ]
+        # Those of a log in files follow this shard, and hold leases like all followers.
+        copies = () if config.log is None else config.other_copies
+        self.standbys = [StandbyView(host, port) for shard, host, port, _ in copies if shard == config.shard]
         self._reach_log = OutageLog()
         self._tasks: list[asyncio.Task[NoReturn]] = []
         self._failed: asyncio.Future[HeadraceError] = asyncio.get_running_loop().create_future()
@@ -132,7 +132,7 @@ class Membership:
 
         Raises:
             LogFencedError: Another copy of the shard is the right one.
-            ConfigError: The object store refuses us, is another server's, or the term is too low.
+            ConfigError: The object store refuses us, or is another server's; or the directory is another shard's.
             StorageError: The shard's directory cannot be written.
 
         Cancellation: a term may be lost.
@@ -142,10 +142,8 @@ class Membership:
         if config.object_store is None and config.log is not None:
             return cls(config, log.term)
         if config.object_store is None:
-            term = await asyncio.to_thread(
-                hold_term, config.directory, server_id=config.server_id, shard=config.shard, term=config.term
-            )
-            return cls(config, term)
+            held = await asyncio.to_thread(HeldClaims.read, config.directory, config.server_id, config.shard)
+            return cls(config, held.term)
         store = await asyncio.to_thread(ObjectStore.of_url, config.object_store, deadline_s=_STORE_DEADLINE_S)
         owner = config.address if config.node is None else f"node {config.node} ({config.address})"
         seq = log.last_seq if begin_seq is None else begin_seq

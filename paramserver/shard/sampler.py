@@ -15,7 +15,7 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from importlib import metadata
@@ -270,7 +270,7 @@ class ShardSampler:
         """
         parts = self._parts
         # Those of a shard with several copies are its owner's to report.
-        is_standby = parts.following is not None and parts.stream is not None
+        is_standby = parts.following is not None and (parts.config.is_standby or parts.stream is not None)
         tables = [] if is_standby else list(parts.ingest.catalog)
         # In threads: RocksDB's lists of files, the file system and the snapshots may be slow.
         now_s = self._clock_s()
@@ -401,12 +401,9 @@ def owner_to_idl(table: Table) -> Any:
     )
 
 
-def copies_to_idl(config: ShardConfig) -> list[Any]:
-    """Return the `idl.ShardAddress` of each other place where a shard may be."""
-    return [
-        idl.ShardAddress(shard=shard, host=host, port=port, node=node)
-        for shard, host, port, node in config.other_copies
-    ]
+def copies_to_idl(copies: Iterable[tuple[int, str, int, str]]) -> list[Any]:
+    """Return the `idl.ShardAddress` of each of `ShardConfig.copies`."""
+    return [idl.ShardAddress(shard=shard, host=host, port=port, node=node) for shard, host, port, node in copies]
 
 
 def _client_status(session: Session) -> Any:

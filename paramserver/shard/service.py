@@ -211,7 +211,7 @@ class Shard(ReadService):
             self._membership.places,
             last_client_seq=last_client_seq,
             may_be_set_back=True if self._was_forced or self._archiver is not None else None,
-            standbys=copies_to_idl(self._config) or None,
+            standbys=copies_to_idl(self._config.other_copies) or None,
         )
 
     def _leave(self) -> None:
@@ -287,7 +287,8 @@ class Shard(ReadService):
             raise RequestError(f"a shard can wait for 1 to {_MAX_HOLD_MS} ms")
         if config.log is not None and request.shards is not None:
             raise RequestError("no server with another number of shards is built from one with a replicated log")
-        standbys = {format_address(*place[1:3]) for place in config.other_copies if place[0] == config.shard}
+        copies = () if config.log is None else config.other_copies
+        standbys = {format_address(*place[1:3]) for place in copies if place[0] == config.shard}
         taker: Taker = "follower" if request.shards is None else "server"
         offer = await self._hand_over.offer(
             request.to,
@@ -367,6 +368,8 @@ async def open_shard(config: ShardConfig, *, stand_by: _StandBy = contextlib.nul
         else:
             opened = await _open(stack, config)
             await _recover(opened.ingest)
+            if config.is_standby and (taken := opened.ingest.offer) is not None and taken.is_taken:
+                raise _former(config, f"shard {config.shard} was taken over by {taken.to}")
         log, follower, offer = opened.log, opened.stream, opened.ingest.offer
         if follower is not None:
             await stack.enter_async_context(
@@ -392,10 +395,11 @@ async def open_shard(config: ShardConfig, *, stand_by: _StandBy = contextlib.nul
             if following is not None and is_taking_over:
                 await following.begin_anew(exc)  # the source has gone on: what this shard added is void
                 raise UnavailableError(f"the shard begins anew: {exc}") from exc
+            if config.is_standby and config.log is None:
+                raise _former(config, str(exc)) from exc
             raise
         if following is not None:
             await following.finish()
-        config = replace(config, term=membership.term)
         if archiver is not None:
             archiver.term = membership.term
             await stack.enter_async_context(archiver)
@@ -432,6 +436,11 @@ async def open_shard(config: ShardConfig, *, stand_by: _StandBy = contextlib.nul
         parts = replace(parts, expirer=expirer, membership=membership, uploader=uploader, archiver=archiver)
         accepted, was_forced = (None, False) if following is None else following.promotion
         yield Shard(parts, membership, expirer, accepted=accepted, was_forced=was_forced)
+
+
+def _former(config: ShardConfig, why: str) -> LogFencedError:
+    """Return the error of a directory that has had the shard, and that the cluster file makes a standby."""
+    return LogFencedError(f"{why}; this node is a standby of it: remove {config.directory}, and it follows")
 
 
 async def _open(stack: contextlib.AsyncExitStack, config: ShardConfig, following: SourceCopy | None = None) -> _Opened:

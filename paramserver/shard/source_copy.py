@@ -21,7 +21,7 @@ from headrace.paramserver.config.server_settings import ShardConfig
 from headrace.paramserver.log.interface import ReplicatedLog
 from headrace.paramserver.reading.follower import ShardFollower, hold_log
 from headrace.paramserver.reading.link import ShardLink
-from headrace.paramserver.rpc.shard_places import ShardPlaces
+from headrace.paramserver.rpc.shard_places import ShardPlace, ShardPlaces
 from headrace.paramserver.shard.hand_over import peer_dial
 from headrace.paramserver.snapshots.directory import mapped_errors
 from headrace.paramserver.snapshots.remote import create_snapshot, fetch_newest_part
@@ -65,6 +65,7 @@ class SourceCopy(ABC):
         self.stands = asyncio.Event()
         self.applied_seq = 0
         self._config, self._copy_id, self._has_begun = config, copy_id, has_begun
+        self._name = "follower" if config.node is None else f"node {config.node}"  # to the source
 
     @property
     @abstractmethod
@@ -98,8 +99,15 @@ class SourceCopy(ABC):
 
     @property
     @abstractmethod
-    def terms(self) -> list[int]:
-        """The term of each shard of the source, as far as it is known; 0 for none."""
+    def places(self) -> list[ShardPlace]:
+        """Where readers of this copy find each shard, itself included, with terms as far as they are known."""
+
+    @property
+    def places_of_file(self) -> list[ShardPlace]:
+        """Where the settings have each shard, and this copy."""
+        config = self._config
+        nodes = config.nodes or (None,) * config.num_shards
+        return [ShardPlace(host, port, node=node) for (host, port), node in zip(config.addresses, nodes, strict=True)]
 
     def status(self) -> Any:
         """Return the `idl.FollowingStatus`."""
@@ -191,7 +199,7 @@ class SourceCopy(ABC):
 
     def _follower_from(self, link: ShardLink, from_seq: int, mark: int | None) -> ShardFollower:
         return ShardFollower(
-            link, from_seq=from_seq, mark=mark, name="follower", copy_id=self._copy_id, lease_s=LEASE_S
+            link, from_seq=from_seq, mark=mark, name=self._name, copy_id=self._copy_id, lease_s=LEASE_S
         )
 
     def _clear_incoming(self) -> None:

@@ -16,6 +16,7 @@ import contextlib
 import logging
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -113,11 +114,11 @@ class Standby(SourceCopy):
         return time.monotonic() - self._heard_s
 
     @property
-    def terms(self) -> list[int]:
-        """See `SourceCopy`: that of this shard alone."""
-        terms = [0] * self._config.num_shards
-        terms[self._config.shard] = self.term
-        return terms
+    def places(self) -> list[ShardPlace]:
+        """See `SourceCopy`: with the term of this shard alone."""
+        places, shard = self.places_of_file, self._config.shard
+        places[shard] = replace(places[shard], term=self.term)
+        return places
 
     @property
     def num_behind(self) -> int:
@@ -148,11 +149,7 @@ class Standby(SourceCopy):
     def _places(self) -> ShardPlaces:
         """Return the places of the settings, and that of the owner, of which the log tells."""
         config = self._config
-        nodes = config.nodes or (None,) * config.num_shards
-        places = ShardPlaces(
-            config.server_id,
-            (ShardPlace(host, port, node=node) for (host, port), node in zip(config.addresses, nodes, strict=True)),
-        )
+        places = ShardPlaces(config.server_id, self.places_of_file)
         if self.source:
             try:
                 ((host, port),) = parse_addresses(self.source)

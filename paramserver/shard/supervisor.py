@@ -22,6 +22,7 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from headrace.paramserver.config.cluster_file import ClusterFile, ClusterNode
@@ -113,7 +114,7 @@ class Supervisor:
     @property
     def address(self) -> str:
         """Address of the first shard here, from which a client finds all shards."""
-        own = self._sockets if self._node is None else self._node.shards
+        own = self._sockets if self._node is None else self._node.shards or self._node.standbys
         return format_address(*self._addresses[min(own)])
 
     async def run(self) -> int:
@@ -271,7 +272,7 @@ class Supervisor:
     def _order(self, shard: int, report_fd: int) -> ShardOrder:
         return ShardOrder(
             config=ShardConfig.of_server(
-                self._config,
+                replace(self._config, follow=self._source_of(shard)),
                 directory=self._data_dir.shard_path(shard),
                 shard=shard,
                 server_id=self._data_dir.manifest.server_id,
@@ -287,6 +288,14 @@ class Supervisor:
             log_format=self._log_format,
         )
 
+    def _source_of(self, shard: int) -> str | None:
+        """Return whom a shard follows; a standby of a log in files follows its owner, wherever that is."""
+        cluster, node = self._cluster, self._node
+        if cluster is None or node is None:
+            return self._config.follow
+        follows = cluster.follow is not None or (cluster.log is None and shard in node.standbys)
+        return cluster.sources_of(node, shard) if follows else None
+
     def _places_of(self, shard: int) -> dict[str, Any]:
         """Return what a shard's process is told of places: its own is here, also where the file has a standby."""
         cluster, node = self._cluster, self._node
@@ -295,7 +304,7 @@ class Supervisor:
         here = node.addresses[shard]
         addresses = (*cluster.addresses[:shard], here, *cluster.addresses[shard + 1 :])
         nodes = (*cluster.nodes_of_shards[:shard], node.name, *cluster.nodes_of_shards[shard + 1 :])
-        return {"addresses": addresses, "nodes": nodes, "term": cluster.term, "copies": cluster.copies}
+        return {"addresses": addresses, "nodes": nodes, "copies": cluster.copies}
 
     async def _follow(self, shard: int, child: ShardChild, *, is_restart: bool) -> tuple[float | None, str | None]:
         """Follow a child's reports to the last; return when it was ready, monotonic, and its last error."""
@@ -342,7 +351,9 @@ class Supervisor:
 
     async def _check_ready(self) -> None:
         """Say that the server is ready once all shards are that have not stopped for good."""
-        if not self._ready or len(self._ready) + len(self._stopped) < len(self._sockets) or self._stopping.is_set():
+        # A standby that begins waits for another node, whose start may be waiting for this one.
+        waited = self._sockets if self._node is None or self._config.log is not None else self._node.shards
+        if not self._ready or self._stopping.is_set() or not self._ready | self._stopped.keys() >= set(waited):
             return
         try:
             if self._ready_file is not None:

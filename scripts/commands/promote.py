@@ -12,9 +12,9 @@ import typer
 
 from headrace.paramserver.observe.status_query import StatusAccess
 from headrace.paramserver.reading.link import Dial, ShardLink, link_all, retry
-from headrace.paramserver.rpc.address import format_address, parse_addresses
+from headrace.paramserver.rpc.address import Address, format_address, parse_addresses
 from headrace.paramserver.rpc.client import ParamServerClient
-from headrace.schemas.errors import ConfigError, RequestError, UnavailableError
+from headrace.schemas.errors import ConfigError, HeadraceError, RequestError, UnavailableError
 from headrace.schemas.idl import idl
 from headrace.scripts.commands.terminal import Access, AsJson, ServerFlag, option, print_line, with_server_flags
 
@@ -34,9 +34,7 @@ def promote(
         list[int] | None,
         typer.Option("--shard", metavar="N", help="Only this shard. May be repeated.", min=0, show_default="all"),
     ] = None,
-    to: Annotated[
-        str | None, option("Of a cluster with a replicated log: the node whose standby takes over.", "NODE")
-    ] = None,
+    to: Annotated[str | None, option("Of a cluster: the node whose standby takes over.", "NODE")] = None,
     force: Annotated[
         bool,
         option("The source is gone and will not come back: what it acked and the follower lacks is lost.", None),
@@ -74,6 +72,11 @@ async def _run(
     access: StatusAccess, shards: list[int] | None, to: str | None, *, forces: bool, aborts: bool
 ) -> list[dict[str, Any]]:
     dial = access.dial(idl.Role.ADMIN)
+    if forces and to is not None:  # the shards' owners are gone, so any node says where the copies are
+        if not shards:
+            raise ConfigError("--force --to: name the shards whose owners are gone: --shard N")
+        copies = [await _standby_on(dial, access.seeds, shard, to) for shard in shards]
+        return [await _force(dial, copy, shard) for copy, shard in zip(copies, shards, strict=True)]
     links = await link_all(dial, access.seeds)
     try:
         for shard in shards or ():
@@ -86,9 +89,9 @@ async def _run(
                 await link.promote_shard(idl.PromoteShardRequest(shard=shard, aborts=True, forces=forces or None))
                 done.append({"shard": shard, "address": link.address})
             elif forces:
-                done.append(await _force(dial, link, shard))
+                done.append(await _force(dial, (link.host, link.port), shard))
             else:
-                done.append(await promote_shard(dial, link, shard, to))
+                done.append(await promote_shard(dial, link, shard, to, seeds=access.seeds))
         return done
     finally:
         await asyncio.gather(*(link.close() for link in links))
@@ -100,20 +103,22 @@ async def _those_that_follow(links: Sequence[ShardLink], *, is_any: bool) -> Seq
     return following or range(len(links))
 
 
-async def promote_shard(dial: Dial, link: ShardLink, shard: int, node: str | None = None) -> dict[str, Any]:
+async def promote_shard(
+    dial: Dial, link: ShardLink, shard: int, node: str | None = None, *, seeds: Sequence[Address] = ()
+) -> dict[str, Any]:
     """Let a shard's follower, or its standby on a node, take over; return its number, address, term, and `pause_s`.
 
-    `pause_s` is how long nobody took updates, seconds. Raises as the command. Cancellation: the shard is handed over or
-    not; if not, its owner goes on.
+    Where the standby is, the shard's owner knows, or one of the `seeds`, if its cluster file is newer. `pause_s` is how
+    long nobody took updates, seconds. Raises as the command. Cancellation: the shard is handed over or not; if not, its
+    owner goes on.
     """
     hello = await link.refresh()
     if node is not None:
-        place = next((each for each in hello.standbys or () if each.shard == shard and each.node == node), None)
-        if place is None:
-            here = next((each.node for each in hello.shards if each.shard == shard), None)
-            where = "it is there" if here == node else "its cluster file gives it no standby there"
-            raise ConfigError(f"--to {node}: shard {shard} cannot move to that node: {where}")
-        return await _hand_over(dial, link, shard, (place.host, place.port))
+        if any((each.shard, each.node) == (shard, node) for each in hello.shards):
+            raise ConfigError(f"--to {node}: shard {shard} is there")
+        return await _hand_over(
+            dial, link, shard, await _standby_on(dial, ((link.host, link.port), *seeds), shard, node)
+        )
     following = (await link.status()).following
     if following is None:
         known = sorted({each.node for each in hello.standbys or () if each.shard == shard and each.node})
@@ -129,17 +134,43 @@ async def promote_shard(dial: Dial, link: ShardLink, shard: int, node: str | Non
         await asyncio.gather(*(source.close() for source in sources))
 
 
-async def _force(dial: Dial, link: ShardLink, shard: int) -> dict[str, Any]:
-    term = (await link.promote_shard(idl.PromoteShardRequest(shard=shard, forces=True))).term or 0
-    target = link.host, link.port
+async def _standby_on(dial: Dial, seeds: Sequence[Address], shard: int, node: str) -> Address:
+    """Return where a shard's standby on a node is, as one of some addresses says; `ConfigError` if none knows of it."""
+    why: HeadraceError | None = None
+    for seed in seeds:
+        try:
+            hello = await dial.ask(*seed)
+        except UnavailableError as exc:
+            why = why or exc
+            continue
+        for place in hello.standbys or ():
+            if (place.shard, place.node) == (shard, node):
+                return place.host, place.port
+        why = ConfigError(
+            f"--to {node}: shard {shard} cannot move to that node: no cluster file of those that were asked gives it a "
+            "standby there"
+        )
+    assert why is not None
+    raise why
+
+
+async def _force(dial: Dial, target: Address, shard: int) -> dict[str, Any]:
+    client, _ = await dial.connect(*target)
+    async with client:
+        term = (await client.promote_shard(idl.PromoteShardRequest(shard=shard, forces=True))).term or 0
     hello = await _wait_open(dial, target, term)
-    return {"shard": shard, "address": link.address, "term": hello.term, "pause_s": None}
+    return {"shard": shard, "address": format_address(*target), "term": hello.term, "pause_s": None}
 
 
-async def _hand_over(dial: Dial, owner: ShardLink, shard: int, target: tuple[str, int]) -> dict[str, Any]:
+async def _hand_over(dial: Dial, owner: ShardLink, shard: int, target: Address) -> dict[str, Any]:
     """Let the follower or standby at an address take a shard over from its owner."""
     client, _ = await dial.connect(*target)
     async with client:
+        if (await client.status()).following is None:
+            raise UnavailableError(
+                f"{format_address(*target)} follows nobody, so the shard stays where it is: remove a directory that "
+                "was taken over, and it follows"
+            )
         await _catch_up(client, owner)
     to, began_s = format_address(*target), 0.0
 

@@ -25,6 +25,7 @@ from headrace.paramserver.rpc.address import bind_listener, bind_listeners, form
 from headrace.paramserver.rpc.security import Protection, node_credentials
 from headrace.paramserver.shard.child import EXIT_OK, EXIT_STORAGE
 from headrace.paramserver.shard.hand_over import peer_dial
+from headrace.paramserver.shard.other_copies import check_nobody_has
 from headrace.paramserver.shard.supervisor import Supervisor
 from headrace.paramserver.system.durable import ReadyFile, owner_only
 from headrace.paramserver.system.event_loop import stop_requests
@@ -49,6 +50,8 @@ __all__ = ["serve"]
 _log = logging.getLogger(__name__)
 # A source that is away for longer at the first start is probably misspelt.
 _SOURCE_PATIENCE_S = 60.0
+# The other nodes may start at this moment, too.
+_OTHERS_S = 3.0
 _ClusterFlag = Annotated[
     Path | None, option("YAML file of a server on several hosts. Also HEADRACE_SERVE_CLUSTER.", "FILE")
 ]
@@ -94,6 +97,7 @@ def serve(
     limit_repeats()
     try:
         with owner_only():  # the shards' processes, too
+            _check_others(settings, of_cluster, of_node, restores=restore)
             _restore_first(settings, of_cluster, of_node, is_wanted=restore)
             return _run(settings, ready_file, watch_stdin, of_cluster, of_node)
     except StorageError as exc:
@@ -126,6 +130,17 @@ def _load(
         may_lack=may_lack,
     )
     return settings, of_cluster, of_node
+
+
+def _check_others(
+    config: ServerConfig, cluster: ClusterFile | None, node: ClusterNode | None, *, restores: bool
+) -> None:
+    """Refuse to begin without a row where another node has the shard."""
+    if cluster is None or node is None or config.log is not None or config.follow is not None:
+        return  # what follows never begins as an owner
+    if check_data_dir(config.data, num_shards=None, cluster=cluster, node=node) is None:
+        dial = replace(peer_dial(config), timeout_s=_OTHERS_S)
+        asyncio.run(check_nobody_has(cluster, node, dial, restores=restores))
 
 
 def _restore_first(
@@ -189,7 +204,7 @@ def _run(
         if node is not None:
             raise ConfigError("--reshard: leave --cluster out: a node does not take another server's place")
         return _reshard(config, ready, watch_stdin, is_protected=is_protected)
-    server_id, num_shards, predecessors = _source_of(config, node)
+    server_id, num_shards, predecessors = _source_of(config, cluster, node)
     with (
         DataDir.claim(
             config.data,
@@ -275,7 +290,7 @@ def _reshard(config: ServerConfig, ready: ReadyFile | None, watch_stdin: bool, *
 
 
 def _source_of(
-    config: ServerConfig, node: ClusterNode | None
+    config: ServerConfig, cluster: ClusterFile | None, node: ClusterNode | None
 ) -> tuple[str | None, int | None, tuple[Predecessor, ...]]:
     """Return (server id, number of shards, predecessors) of a new directory: those of the server to follow, if any.
 
@@ -285,12 +300,13 @@ def _source_of(
         ConfigError: Settings do not fit together.
         UnavailableError: The server to follow has not answered in time.
     """
-    if config.follow is None or find_manifest(config.data) is not None:
+    if config.follow is None or find_manifest(config.data, node=node) is not None:
         return None, config.shards, ()
-    if node is not None:
-        raise ConfigError("--follow: a node of a cluster does not follow another server: leave --cluster out")
     dial = peer_dial(config)
-    seeds = parse_addresses(config.follow)
+    sources = config.follow
+    if cluster is not None and node is not None:
+        sources = cluster.sources_of(node, node.copies[0])
+    seeds = parse_addresses(sources)
     links = asyncio.run(retry(lambda: link_all(dial, seeds), patience_s=_SOURCE_PATIENCE_S))
     if config.shards not in (None, len(links)):
         raise ConfigError(
@@ -298,6 +314,11 @@ def _source_of(
             "--shards out"
         )
     hello = links[0].hello
+    if cluster is not None and (hello.server_id, len(links)) != (cluster.server_id, cluster.num_shards):
+        raise ConfigError(
+            f"{cluster.path}: the server at {config.follow} has server_id: {hello.server_id} and shards: {len(links)}, "
+            "and so has a copy of it"
+        )
     before = (Predecessor(server_id=each.server_id, seqs=tuple(each.seqs)) for each in hello.predecessors or ())
     return hello.server_id, len(links), tuple(before)
 

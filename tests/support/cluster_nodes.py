@@ -38,10 +38,11 @@ class Cluster:
 
     def place(self, **shards: list[int]) -> None:
         """Write the cluster file."""
-        placed = {name: {"host": HOSTS[name], "port": self.port, "shards": own} for name, own in shards.items() if own}
-        nodes: dict[str, dict[str, Any]] = placed
-        for name, own in self.standbys.items():
-            nodes[name]["standbys"] = own
+        nodes: dict[str, dict[str, Any]] = {}
+        for name, host in HOSTS.items():
+            copies = {"shards": shards.get(name), "standbys": self.standbys.get(name)}
+            if given := {key: numbers for key, numbers in copies.items() if numbers}:
+                nodes[name] = {"host": host, "port": self.port, **given}
         num_shards = 1 + max(shard for own in shards.values() for shard in own)
         values = {"server_id": SERVER_ID, "shards": num_shards, "nodes": nodes, **self.more}
         self.file.write_text(json.dumps(values))

@@ -13,6 +13,7 @@ from hellos import hello_of_writer
 
 from headrace.paramserver.config.data_dir import MANIFEST_NAME, Manifest
 from headrace.paramserver.config.server_settings import ShardConfig
+from headrace.paramserver.log.claims import hold_term
 from headrace.paramserver.log.opening import LogKind
 from headrace.paramserver.rpc.admission import ServerLimits
 from headrace.paramserver.rpc.client import ParamServerClient
@@ -38,11 +39,13 @@ async def serve_shards(
     advertise_host: str = "127.0.0.1",
     opened: list[Shard] | None = None,
     access: AccessPolicy | None = None,
+    term: int = 0,
     **changes: Any,
 ) -> AsyncIterator[list[int]]:
     """Serve the shards of a directory laid out as a server's; yield their ports, and put the shards into `opened`.
 
-    The first shard listens at `port`, unless that is 0; the others at any. `access` is what clients must show.
+    The first shard listens at `port`, unless that is 0; the others at any. `access` is what clients must show. Shards
+    hold at least a `term`.
     """
     async with contextlib.AsyncExitStack() as stack:
         wanted = [port] + [0] * (num_shards - 1)
@@ -61,6 +64,7 @@ async def serve_shards(
                 memtable_bytes=6 << 20,
             )
             config = dataclasses.replace(config, **changes)
+            hold_term(path, server_id=config.server_id, shard=config.shard, term=term)
             limits = ServerLimits(max_frame_bytes=config.max_frame_bytes)
             shard_opened = await stack.enter_async_context(open_shard(config))
             if opened is not None:

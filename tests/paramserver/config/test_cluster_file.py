@@ -48,10 +48,9 @@ def test_a_cluster(tmp_path: Path) -> None:
     Standbys have the ports behind the node's own shards; all places of a shard are told, with its node."""
     cluster = _load(tmp_path)
     assert cluster.addresses == (("ps-a", 7602), ("::1", 7601), ("ps-a", 7601))
-    assert (cluster.server_id, cluster.num_shards, cluster.term, cluster.object_store) == (SERVER_ID, 3, 0, None)
+    assert (cluster.server_id, cluster.num_shards, cluster.object_store) == (SERVER_ID, 3, None)
     assert [node.data for node in cluster.nodes.values()] == [Path("/var/lib/headrace"), Path("/srv/b")]
     assert cluster.node_of(1).name == "b"
-    assert _load(tmp_path, term=4).term == 4
     with pytest.raises(ConfigError, match=r"cluster\.yaml: server_id is missing; .*: server_id: \S{36} \(") as caught:
         _load(tmp_path, server_id=_GONE)
     made = str(caught.value).partition("server_id: ")[2].split()[0]  # a fresh one, to put into the file
@@ -64,6 +63,13 @@ def test_a_cluster(tmp_path: Path) -> None:
     assert (cluster.node_of(0).name, cluster.node("b").copies) == ("a", (1, 0))
     assert cluster.copies == ((0, "ps-a", 7602, "a"), (0, "::1", 7602, "b"))
     assert settings_of_node(cluster, cluster.node("b"))[1]["log"] == "nats://n1,n2,n3"
+    nodes["c"] = {"host": "ps-c", "standbys": [1, 0]}  # no shard of its own
+    cluster = _load(tmp_path, nodes=nodes)
+    assert cluster.sources_of(cluster.node("c"), 0) == "ps-a:7602,[::1]:7602,ps-a:7601,[::1]:7601"
+    following = _load(tmp_path, nodes=nodes, follow="h:1,i:2")
+    assert following.sources_of(following.node("b"), 1).startswith("h:1,i:2,ps-c:7601,")
+    assert following.sources_of(following.node("b"), 0) == cluster.sources_of(cluster.node("b"), 0)
+    assert cluster.sources_of(cluster.node("b"), 0) == "ps-a:7602,ps-c:7602,ps-a:7601,ps-c:7601"
 
 
 @pytest.mark.parametrize(
@@ -76,8 +82,7 @@ def test_a_cluster(tmp_path: Path) -> None:
         ({"shards": True}, r"shards: True is not a whole number"),
         ({"shards": 2}, r"node a: shard 2: with shards: 2 they are 0 to 1"),
         ({"shards": 4}, r"no node has shard 3; name each of the 4 shards once"),
-        ({"term": 0}, r"term: 0 is not a whole number from 1"),
-        ({"term": 1, "object_store": "s3://b"}, r"term: leave it out with an object_store"),
+        ({"term": 1}, r"unknown key 'term'"),
         ({"data": ""}, r"data: '' is not a text"),
         ({"data": None}, r"data has no value"),
         ({"nodes": {}}, r"nodes: give each node's host"),
@@ -95,11 +100,12 @@ def test_a_cluster(tmp_path: Path) -> None:
         (_nodes(shards=[]), r"node a: shards: give the numbers"),
         (_nodes(shards=["0"]), r"node a: shards: give the numbers"),
         ({"log": "file:///x"}, r"log: --log file:///x: "),
-        ({"log": "nats://n", "term": 1}, r"term: leave it out with log: nats://n"),
-        (_nodes(standbys=[1]), r"node a: standbys: give the file a replicated log"),
-        ({**_nodes(standbys=[0]), "log": "nats://n"}, r"node a: standbys: 0 is on it already"),
-        ({**_nodes(standbys=[3]), "log": "nats://n"}, r"node a: standbys: 3: with shards: 3 they are 0 to 2"),
-        ({**_nodes(standbys=1), "log": "nats://n"}, r"node a: standbys: give the numbers"),
+        ({"follow": "h:x"}, r"follow: "),
+        ({**_nodes(standbys=[1]), "log": "nats://n", "follow": "h:1"}, r"node a: standbys: leave them out until"),
+        (_nodes(standbys=[0]), r"node a: standbys: 0 is on it already"),
+        (_nodes(standbys=[3]), r"node a: standbys: 3: with shards: 3 they are 0 to 2"),
+        (_nodes(standbys=1), r"node a: standbys: give the numbers"),
+        (_nodes(shards=_GONE, standbys=[1]), r"no node has shard 0"),
         (
             _nodes(host="::1", port=7600),
             r"node b: shard 1 would listen at \[::1\]:7601, and so would shard 0",

@@ -171,10 +171,9 @@ def test_history_is_bounded() -> None:
 
 def test_a_page_shows_one_state_of_a_shard() -> None:
     """That of its owner, wherever it is; else of a standby that answers, or of anything."""
-    owner = state()
-    assert owner.sample is not None and owner.sample.log is not None
-    log = dataclasses.replace(owner.sample.log, is_owner=False)
-    standby = dataclasses.replace(owner, sample=dataclasses.replace(owner.sample, log=log))
+    standby = state()
+    assert standby.sample is not None and standby.sample.following is not None
+    owner = dataclasses.replace(standby, sample=dataclasses.replace(standby.sample, following=None))
     away = ShardState(shard=0, address="x", error="away")
     other = state(shard=1)
     for states in itertools.permutations((owner, standby, away, other)):

@@ -154,7 +154,7 @@ def test_problems_come_first_and_go(server: tuple[ServerProcess, str], tab: Tab)
 
 def test_nodes_of_a_cluster(tmp_path: Path, tab: Tab) -> None:
     """A node's page names the node of each shard, draws its own, and shows another node that goes away."""
-    cluster = Cluster(tmp_path, num_shards=2, term=1)
+    cluster = Cluster(tmp_path, num_shards=2)
     cluster.place(a=[0], b=[1])
     try:
         running = cluster.start("a", metrics_port=0)

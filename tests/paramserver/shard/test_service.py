@@ -282,9 +282,9 @@ async def test_a_writer_that_disconnects_during_its_hello_is_away(tmp_path: Path
 
 
 async def test_a_snapshot_on_disk_needs_all_shards_there(tmp_path: Path) -> None:
-    """A shard of a server over several nodes makes and publishes no snapshot on disk, and says what is needed."""
+    """A node makes and publishes no snapshot on disk while others have shards, whatever its standbys, and says why."""
     addresses = (("127.0.0.1", 1), ("127.0.0.1", 2))
-    async with _serving(tmp_path, addresses=addresses, local_shards=(0,)) as (_, client):
+    async with _serving(tmp_path, addresses=addresses, nodes=("a", "b"), local_shards=(0, 1)) as (_, client):
         await client.hello(_hello(role=idl.Role.ADMIN))
         create = idl.CreateSnapshotRequest(name="one", epoch=0, min_step=-1, wait_ms=0)
         with pytest.raises(RequestError, match="are on several nodes, so its snapshots go to an object store"):
