@@ -97,6 +97,7 @@ def test_an_owner_whose_shard_somebody_else_has_claimed_does_not_take_its_offer_
 
     async def script(loop: HostLoop, owner: SimulatedServer, follower: SimulatedServer, other: SimulatedServer) -> None:
         loop.cuts.add(frozenset((owner.name, other.name)))
+        await asyncio.sleep(6.0)  # the owner has just looked for claims when it is asked
         await _ask(other, forces=True)
         await asyncio.sleep(1.0)
         assert isinstance(other.shard, Shard)
