@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hellos import hello_of_writer
+from hellos import hello_of_nobody, hello_of_writer
 from machines import SERVER_ID, SPEC, Machine, Writer, listening, promote
 from scripted_follower import ScriptedFollower, notes_of, offer
 from scripted_shard_stream import ScriptedShardStream, use_scripted_streams
@@ -206,6 +206,53 @@ async def test_whoever_takes_the_stream_over_asks_the_follower(machines: Machine
     await until(lambda: leads_on(standby))
     hello = await standby.hello()
     assert hello.shards[0].port == follower.port
+
+
+async def test_a_standby_of_a_stream_that_was_left_leads_its_readers_on(machines: Machines, streams: Any) -> None:
+    """What it has is not fresh while a follower may have the shard, and once one has it, it answers nobody."""
+    a = await machines("a", log="nats://one").start()
+    writer = Writer(a)
+    await writer.write([1], 1.0)
+    await writer.close()
+    standby = await machines("standby", log="nats://one", is_standby=True).start()
+    follower = ScriptedFollower()
+    async with listening(follower, follower.port), standby.client() as client:
+
+        async def hello() -> Any:
+            return await client.hello(hello_of_nobody(reads_copies=True, asks_places=True))
+
+        async def is_fresh() -> bool:
+            return bool((await hello()).knowledge_age_ms < 5000)
+
+        await until(is_fresh)
+        follower.state = None
+        await offer(a, follower)
+        term, offered = a.owner.term, a.owner._ingest.offer
+        assert offered is not None
+        await until(lambda: standby.shard is not None and standby.shard._ingest.offer == offered)
+
+        async def is_stale() -> bool:
+            return bool((await hello()).knowledge_age_ms > 1500)
+
+        await until(is_stale)  # it asks its servers each second
+        assert (await hello()).shard == 0
+        follower.state = ACCEPTED
+        await until(lambda: leads_on(a))
+        fetch = idl.FetchUpdatesRequest(server_id=SERVER_ID, from_seq=offered.seq + 1, max_bytes=1 << 20, wait_ms=0)
+
+        async def is_refused() -> bool:
+            try:
+                await client.fetch_updates(fetch)
+            except UnavailableError:
+                return True
+            return False
+
+        await until(is_refused)
+    async with standby.client() as client:
+        told = await hello()
+        assert (told.shard, told.shards[0].port) == (STANDBY, follower.port)
+        assert told.shards[0].term > term >= told.term
+        assert follower.address in (await client.status()).following.failure
 
 
 async def _attempt(machine: Machine) -> None:
