@@ -39,7 +39,7 @@ WINGS = {
 LINES = {
     "schemas": 3_090,
     "kernels": 3_410,
-    "paramserver": 45_460,
+    "paramserver": 45_470,
     "streamer": 17_430,
     "scripts": 11_100,
     "examples": 240,

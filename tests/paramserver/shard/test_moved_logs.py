@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from hellos import hello_of_nobody, hello_of_writer
-from machines import SERVER_ID, SPEC, Machine, Writer, listening, promote
+from machines import SERVER_ID, SPEC, Machine, Writer, listening, promote, rows_at
 from scripted_follower import ScriptedFollower, notes_of, offer
 from scripted_shard_stream import ScriptedShardStream, use_scripted_streams
 from waiting import until
@@ -18,7 +18,7 @@ from headrace.paramserver.log.jetstream.beginning import StreamBeginning
 from headrace.paramserver.log.jetstream.stream_log import JetStreamUpdateLog
 from headrace.paramserver.rpc.shard_places import STANDBY
 from headrace.paramserver.shard.service import Shard
-from headrace.schemas.errors import HeadraceError, UnavailableError
+from headrace.schemas.errors import HeadraceError, LogFencedError, UnavailableError
 from headrace.schemas.idl import idl
 
 Machines = Callable[..., Machine]
@@ -162,6 +162,40 @@ async def test_a_follower_that_ends_in_the_middle_goes_on_or_declines(
     await until(lambda: leads_on(a))
     await writer.write([3], 3.0)
     await writer.check(b)
+    await writer.close()
+
+
+async def test_a_follower_whose_claim_has_ended_its_source_takes_over_alone(
+    machines: Machines, streams: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It ends between its claim and its first record: no start of the source can have the shard, so it needs none."""
+    store = f"file://{tmp_path / 'store'}"
+    a = await machines("a", object_store=store).start()
+    b = await machines("b", log="nats://one", follow=a.address, object_store=store).start()
+    writer = Writer(a, b)
+    await writer.write([1], 1.0)
+    await writer.close()
+    await b.has(a)
+    reached = asyncio.Event()
+
+    async def begin(*_: Any) -> None:
+        reached.set()
+        await asyncio.Event().wait()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StreamBeginning, "begin", begin)
+        await a.ask(to=b.address, hold_ms=60_000)
+        await reached.wait()
+        await b.stop()
+    await a.stop()
+    with pytest.raises(LogFencedError):
+        await a.start()
+    await b.start()
+    await b.takes_over()
+    writer = Writer(b)
+    writer._seq = 1
+    await writer.write([2], 2.0)
+    assert await rows_at(b, [1, 2]) == [1.0, 2.0]
     await writer.close()
 
 
