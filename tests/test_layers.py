@@ -39,11 +39,11 @@ WINGS = {
 LINES = {
     "schemas": 3_090,
     "kernels": 3_410,
-    "paramserver": 45_470,
+    "paramserver": 45_500,
     "streamer": 17_430,
     "scripts": 11_100,
     "examples": 240,
-    "tests": 90_710,
+    "tests": 93_040,
 }
 NUM_PRODUCT_FILES = 348
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}
