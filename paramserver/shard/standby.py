@@ -58,6 +58,8 @@ _RETRY_S = 0.2
 _ASK_S, _ANSWER_S = 1.0, 5.0
 # Servers that have not said how far the log is for longer are away.
 _SILENCE_S = 10.0
+# An owner writes each second. A leader that has nothing new for longer may be cut off from the others.
+_BEAT_S = 3.0
 # An owner that does not answer for so long is gone; the object store has its snapshots.
 _OWNER_S = 20.0
 _PAUSE_S = 5.0
@@ -309,13 +311,17 @@ class Standby(SourceCopy):
 
     async def _keep_asking(self, log: ReplicatedLog) -> NoReturn:
         """Learn each second how far the log is."""
+        seen_seq, seen_s = log.last_seq, -math.inf
         while True:
+            if log.last_seq != seen_seq:
+                seen_seq, seen_s = log.last_seq, time.monotonic()
             asked_s, state = time.monotonic(), await self._ask(log)
             if state is not None and state.leader is not None and self._ingest is not None:
                 self._answered_s, self._source_seq = time.monotonic(), max(self._source_seq, state.last_seq)
                 self._look()
                 if self._ingest.submitted_seq >= state.last_seq:
-                    self._note_heard(asked_s)
+                    if asked_s - seen_s <= _BEAT_S:
+                        self._note_heard(asked_s)
                 elif self._lacks is None:
                     self._lacks = state.last_seq, asked_s
             await asyncio.sleep(_ASK_S)

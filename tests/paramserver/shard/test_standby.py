@@ -270,9 +270,16 @@ async def test_a_standby_answers_readers_that_take_copies(
         assert [each.fqn for each in (await client.hello(hello_of_nobody(reads_copies=True))).tables] == [SPEC.fqn]
 
         async def is_known() -> bool:
+            stream.beat()
             return bool((await client.hello(hello_of_nobody(reads_copies=True))).knowledge_age_ms < 1000 * WAIT_S)
 
         await until(is_known)  # it asks each second
+        monkeypatch.setattr("headrace.paramserver.shard.standby._BEAT_S", 0.0)
+
+        async def is_doubted() -> bool:  # no record comes: a leader that says so may have lost the others
+            return bool((await client.hello(hello_of_nobody(reads_copies=True))).knowledge_age_ms > 1800)
+
+        await until(is_doubted)
 
 
 async def test_a_standby_tells_no_position_beyond_its_rows(
