@@ -117,6 +117,8 @@ class ShardLink:
         failure: Error of the last attempt, for messages; None after a success.
         resolver: Finds the shard again when it is not where it was; None tries the same address for ever.
         in_flight: Bounds this reader's concurrent requests to the shard.
+        least_seq: Rows as of an earlier record are refused: they come from a copy of the shard that is behind.
+        newest_seq: Rows have come as of this record, or of earlier ones.
         pieces_moved_s: When bytes of a snapshot last moved, as seen at the end of a call; monotonic, -inf before.
     """
 
@@ -138,6 +140,7 @@ class ShardLink:
         self.hello = expected
         self.failure: HeadraceError | None = None
         self.in_flight = asyncio.Semaphore(_NUM_IN_FLIGHT)
+        self.least_seq = self.newest_seq = 0
         self.pieces_moved_s = -math.inf
         self._dial = dial
         self.port = port
@@ -169,7 +172,15 @@ class ShardLink:
                 self.hello = await self._attempt(client, self._dial.greet(client))
             return self.hello
 
-    get = _attempt_of(ParamServerClient.get_embeddings, with_timeout=True)
+    async def get(self, request: Any) -> Any:
+        """Return rows, as of `least_seq` or later."""
+        reply = await self._get(request)
+        if reply.seq < self.least_seq:
+            raise UnavailableError(f"{self.address} has rows of record {reply.seq}, and not of {self.least_seq} yet")
+        self.newest_seq = max(self.newest_seq, reply.seq)
+        return reply
+
+    _get = _attempt_of(ParamServerClient.get_embeddings, with_timeout=True)
     find_rows = _attempt_of(ParamServerClient.find_rows, with_timeout=True)
     status = _attempt_of(ParamServerClient.status, with_timeout=True)
     # The request's `wait_ms` extends this deadline.

@@ -28,6 +28,7 @@ class FollowingShard(ReadService):
 
     def __init__(self, parts: ShardParts, following: SourceCopy) -> None:
         """Serve what `following` keeps up to date."""
+        following.parts = parts
         super().__init__(parts, term=following.term)
         self._following = following
 
@@ -101,12 +102,15 @@ class FollowingShard(ReadService):
 
     def _check_content(self, call: Call) -> None:
         """Refuse rows, which may be old, to whoever has not been told by hello that a copy answers."""
+        self._following.check_here()
         if call.peer.session is not self:
             shard, source = self._config.shard, self._following.source
             raise UnavailableError(f"this is a copy of shard {shard}, whose rows are at {source}")
 
     async def fetch_updates(self, call: Call, request: Any) -> Any:
         """Wait for durable records of the update log and return them."""
+        if request.from_seq > self._ingest.end_seq:
+            self._following.check_here()
         if request.server_id == self._config.server_id and request.from_seq > self.log.last_seq + 1:
             await self._following.check_ahead(request.from_seq)
         reply = await super().fetch_updates(call, request)

@@ -227,6 +227,8 @@ class Following(SourceCopy):
         if next_log is None and await asyncio.to_thread(self._has_opened, log):
             await self._take_term()
             return log.last_seq - 1, None
+        if next_log is not None and await self._has_claimed(ingest.offer):
+            self._forced.set()  # the source can have ended for good because of that
         while True:
             async with contextlib.AsyncExitStack() as stack:
                 work = self._copy(log, ingest, parts.applier, parts.room)
@@ -315,6 +317,16 @@ class Following(SourceCopy):
             return False
         header = next(log.read(log.last_seq)).header
         return note_of(header) == "open" and header.get("id") == self._state.accepted
+
+    async def _has_claimed(self, offer: Offer | None) -> bool:
+        """Return whether a start before this one has claimed the term behind an offer. Waits for the object store."""
+        config, url = self._config, self._config.object_store
+        if url is None or offer is None or offer.nonce is None or offer.id != self._state.accepted:
+            return False
+        held = await asyncio.to_thread(HeldClaims.read, config.directory, config.server_id, config.shard)
+        find = partial(asyncio.to_thread, highest_claim, ObjectStore.of_url(url, deadline_s=_FORCE_S), config.shard)
+        claim = await retry(find)
+        return claim is not None and claim.term > offer.term and (claim.term, claim.nonce) in held.known
 
     async def _accept(self, log: FileUpdateLog, last_seq: int, offer: Offer | None, next_log: NextLog | None) -> bool:
         """Note that the shard takes over behind `last_seq`, unless it may not; None takes over without an offer."""

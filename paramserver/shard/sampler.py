@@ -210,7 +210,8 @@ class ShardSampler:
             "version": _VERSION,
             "pid": os.getpid(),
             "uptime_s": self._clock_s() - self._started_s,
-            "log_seq": parts.log.last_seq,
+            # A standby reads its log before it applies it: whoever copies its rows goes on behind what they have.
+            "log_seq": parts.log.last_seq if parts.following is None else parts.ingest.submitted_seq,
             "applied_seq": parts.applier.applied_seq,
             "inflight_bytes": server.inflight_bytes if server else 0,
             "num_connections": server.num_connections if server else 0,
@@ -222,9 +223,10 @@ class ShardSampler:
     async def status(self) -> Any:
         """Return the shard's `idl.StatusReply`, with all writers and fresh row counts. Cancellation: harmless."""
         ingest, tables = self._parts.ingest, list(self._parts.ingest.catalog)
+        figures = self._figures()  # tables that come after `log_seq` have a record behind it
         num_rows = await asyncio.to_thread(_count_rows, self._parts.store, tables)
         return idl.StatusReply(
-            **self._figures(),
+            **figures,
             tables=[_table_status(*each) for each in zip(tables, num_rows, strict=True)],
             clients=[_client_status(session) for session in ingest.sessions],
             accepted_seq=ingest.accepted_seq,

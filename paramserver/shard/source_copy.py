@@ -56,6 +56,7 @@ class SourceCopy(ABC):
         num_restarts: How often it has begun anew since the process began.
         stands: Set once it answers readers for as long as somebody else has the shard.
         applied_seq: What its store had applied when that was opened last.
+        parts: Log and store that it answers from; None before.
     """
 
     def __init__(self, config: ShardConfig, *, copy_id: str, has_begun: bool) -> None:
@@ -64,6 +65,7 @@ class SourceCopy(ABC):
         self.num_restarts = 0
         self.stands = asyncio.Event()
         self.applied_seq = 0
+        self.parts: ShardParts | None = None
         self._config, self._copy_id, self._has_begun = config, copy_id, has_begun
         self._name = "follower" if config.node is None else f"node {config.node}"  # to the source
 
@@ -132,6 +134,9 @@ class SourceCopy(ABC):
             UnavailableError: Whoever takes the updates is to be asked.
             RequestError: The same, for good.
         """
+
+    def check_here(self) -> None:  # noqa: B027 - a source that has moved is followed
+        """Raise `UnavailableError` once the shard goes on elsewhere, so that this copy never hears of it."""
 
     async def begin(self) -> None:
         """Make the directory a copy that log records can continue, unless it is one. Waits for the source.

@@ -22,10 +22,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from headrace.paramserver.config.server_settings import ShardConfig
 from headrace.paramserver.ingest.pipeline import Ingest
+from headrace.paramserver.ingest.shard_state import Offer
 from headrace.paramserver.log.claims import HeldClaims
 from headrace.paramserver.log.interface import ReplicatedLog
 from headrace.paramserver.reading.link import ShardLink, link_all, retry
-from headrace.paramserver.rpc.address import parse_addresses
+from headrace.paramserver.rpc.address import format_address, parse_address, parse_addresses
 from headrace.paramserver.rpc.shard_places import ShardPlace, ShardPlaces
 from headrace.paramserver.shard.hand_over import peer_dial
 from headrace.paramserver.shard.source_copy import SourceCopy, check_above
@@ -58,6 +59,8 @@ _RETRY_S = 0.2
 _ASK_S, _ANSWER_S = 1.0, 5.0
 # Servers that have not said how far the log is for longer are away.
 _SILENCE_S = 10.0
+# An owner writes each second. A leader that has nothing new for longer may be cut off from the others.
+_BEAT_S = 3.0
 # An owner that does not answer for so long is gone; the object store has its snapshots.
 _OWNER_S = 20.0
 _PAUSE_S = 5.0
@@ -73,8 +76,6 @@ class Standby(SourceCopy):
         """Use `of_shard`. The term that it takes is above `above_term`."""
         super().__init__(config, copy_id=config.address, has_begun=True)
         self._above_term = above_term
-        self._log: ReplicatedLog | None = None
-        self._ingest: Ingest | None = None
         self._source_seq = 0
         self._lacks: tuple[int, float] | None = None  # seq that the servers have told and this copy lacks, and when
         self._heard_s = -math.inf  # when it had all that the servers had
@@ -87,8 +88,31 @@ class Standby(SourceCopy):
         return cls(config, above_term=held.highest_term)
 
     @property
+    def _log(self) -> ReplicatedLog | None:
+        return None if self.parts is None else self.parts.stream
+
+    @property
+    def _ingest(self) -> Ingest | None:
+        return None if self.parts is None else self.parts.ingest
+
+    @property
+    def _offer_elsewhere(self) -> Offer | None:
+        """By which the shard may be in another log by now, of which this copy hears nothing."""
+        offer = None if self._ingest is None else self._ingest.offer
+        return offer if offer is not None and offer.is_elsewhere else None
+
+    @property
+    def _successor(self) -> ShardPlace | None:
+        """Where the shard is once it was taken over in another log."""
+        if (offer := self._offer_elsewhere) is None or not offer.is_taken:
+            return None
+        return ShardPlace(*parse_address(offer.to), offer.taken_term or offer.term + 1)
+
+    @property
     def term(self) -> int:
-        """Of the log's last owner, as far as it was read."""
+        """Of the log's last owner, as far as it was read; with an offer to another log, that in which it was made."""
+        if (offer := self._offer_elsewhere) is not None:
+            return offer.term  # who has taken it over may have a lower one than a later owner of this log
         return 0 if self._log is None else self._log.term
 
     @property
@@ -128,16 +152,30 @@ class Standby(SourceCopy):
     def _look(self) -> None:
         """Note whether it has by now what it lacked."""
         if self._lacks is not None and self._ingest is not None and self._ingest.submitted_seq >= self._lacks[0]:
-            self._heard_s, self._lacks = max(self._heard_s, self._lacks[1]), None
+            self._note_heard(self._lacks[1])
+            self._lacks = None
+
+    def _note_heard(self, heard_s: float) -> None:
+        """Note when it had all that the servers had, unless there may be more in another log."""
+        if self._offer_elsewhere is None:
+            self._heard_s = max(self._heard_s, heard_s)
+
+    def check_here(self) -> None:
+        """See `SourceCopy`."""
+        if (to := self._successor) is not None:
+            raise UnavailableError(f"shard {self._config.shard} was taken over by {format_address(*to.address)}")
 
     def _hindrance(self) -> str | None:
+        if (to := self._successor) is not None:
+            return f"the shard was taken over by {format_address(*to.address)}, in another log: this copy ends here"
         silent_s = time.monotonic() - self._answered_s
         silence = f"no server has led its log for {silent_s:.0f} s" if silent_s > _SILENCE_S else None
         return self.failure or silence
 
     def lead(self, request: Any) -> ShardPlaces | None:
         """Send everybody to the owner but readers that are content with a copy; tell where it is who reads that."""
-        if request.role == idl.Role.READER and request.reads_copies and not request.epoch:
+        is_copy = request.role == idl.Role.READER and request.reads_copies and not request.epoch
+        if is_copy and self._successor is None:
             return None
         if request.epoch or not (request.asks_places or request.role == idl.Role.ADMIN):
             where = f"its owner is at {self.source}" if self.source else "it has had no owner yet"
@@ -147,10 +185,12 @@ class Standby(SourceCopy):
         return self._places()
 
     def _places(self) -> ShardPlaces:
-        """Return the places of the settings, and that of the owner, of which the log tells."""
+        """Return the places of the settings, and that of the owner, or of its successor, of which the log tells."""
         config = self._config
         places = ShardPlaces(config.server_id, self.places_of_file)
-        if self.source:
+        if (to := self._successor) is not None:
+            places.merge([(config.shard, to)])
+        elif self.source:
             try:
                 ((host, port),) = parse_addresses(self.source)
             except (HeadraceError, ValueError):  # written by somebody else
@@ -262,20 +302,23 @@ class Standby(SourceCopy):
         Cancellation: it may own the log all the same; the next start finds out.
         """
         assert parts.stream is not None
-        self._log, self._ingest = parts.stream, parts.ingest
         async with background_task(self._keep_asking(parts.stream), name="headrace-log-position"):
             await self._own(parts.stream, parts.ingest)
         return None, None
 
     async def _keep_asking(self, log: ReplicatedLog) -> NoReturn:
         """Learn each second how far the log is."""
+        seen_seq, seen_s = log.last_seq, -math.inf
         while True:
+            if log.last_seq != seen_seq:
+                seen_seq, seen_s = log.last_seq, time.monotonic()
             asked_s, state = time.monotonic(), await self._ask(log)
             if state is not None and state.leader is not None and self._ingest is not None:
                 self._answered_s, self._source_seq = time.monotonic(), max(self._source_seq, state.last_seq)
                 self._look()
                 if self._ingest.submitted_seq >= state.last_seq:
-                    self._heard_s = asked_s
+                    if asked_s - seen_s <= _BEAT_S:
+                        self._note_heard(asked_s)
                 elif self._lacks is None:
                     self._lacks = state.last_seq, asked_s
             await asyncio.sleep(_ASK_S)

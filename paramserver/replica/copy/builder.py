@@ -469,7 +469,10 @@ async def load_live(
     Cancellation: safe; the leases end.
     """
     before = await reader.status()
-    async with LogLeaseKeeper(reader.links, [status.log_seq + 1 for status in before], lease) as keeper:
+    seqs = [min(status.log_seq, status.accepted_seq) for status in before]  # what rows have for sure
+    for link, seq in zip(reader.links, seqs, strict=True):
+        link.least_seq = seq  # it may find the shard at a copy of it, which may lack the last records
+    async with LogLeaseKeeper(reader.links, [seq + 1 for seq in seqs], lease) as keeper:
         specs_of = [[spec_from_idl(table.spec) for table in status.tables] for status in before]
         specs = _same_specs(spec for of_shard in specs_of for spec in of_shard)
         dense, dense_specs = DenseTensors(), [spec for spec in specs.values() if spec.is_dense and wants(spec.fqn)]
@@ -503,7 +506,10 @@ async def load_live(
             await asyncio.to_thread(load, zip(parts, rows, strict=True))
             on_progress()
         after = await reader.status()
-        each = zip(before, specs_of, after, keeper.marks, strict=True)
+        for link, status in zip(reader.links, after, strict=True):
+            if status.accepted_seq < link.newest_seq:
+                raise UnavailableError(f"{link.address} is a copy of its shard that lacks rows of the one before it")
+        each = zip(before, seqs, specs_of, after, keeper.marks, strict=True)
         tails = [_tail_of(*of_shard, wants) for of_shard in each]
         table_set = TableSet(
             after[0].server_id,
@@ -551,7 +557,9 @@ def _live_parts(specs: Iterable[TableSpec]) -> Iterator[list[_TableRows]]:
         yield part
 
 
-def _tail_of(before: Any, specs: Sequence[TableSpec], after: Any, mark: int | None, wants: _Wants) -> ShardTail:
+def _tail_of(
+    before: Any, seq: int, specs: Sequence[TableSpec], after: Any, mark: int | None, wants: _Wants
+) -> ShardTail:
     catalog = Catalog({})
     catalog.add(specs)
     for table in before.tables:
@@ -571,10 +579,10 @@ def _tail_of(before: Any, specs: Sequence[TableSpec], after: Any, mark: int | No
     for client in after.clients:  # in the order in which the shard learned of them, and would forget them
         session = sessions.find(client.run, client.client)
         if session is not None and session.epoch == client.epoch:
-            sessions.settle(session, before.log_seq)
+            sessions.settle(session, seq)
     return ShardTail(
         before.shard,
-        seq=before.log_seq,
+        seq=seq,
         catalog=catalog,
         sessions=sessions,
         exact_from=after.accepted_seq,

@@ -62,6 +62,7 @@ class FakeShard(FakeService):
         self.failures: list[HeadraceError] = []
         self.num_reads = 0
         self.widens = 0
+        self.seqs: list[int] = []
 
     async def hello(self, call: Call, request: Any) -> Any:
         assert request.role == idl.Role.READER
@@ -90,6 +91,7 @@ class FakeShard(FakeService):
         ids = np.frombuffer(request.row_ids, np.int64)
         assert (shards_of_rows(table_seed(spec.fqn), ids, len(self.shards)) == self.shard).all()
         reply = idl.GetEmbeddingsReply(presence=presence_of(ids), weights=weights_of(spec, ids), states=[], seq=0)
+        reply.seq = self.seqs.pop(0) if self.seqs else 0
         if request.with_states:
             reply.states = [
                 idl.StateColumn(name=s.name, dtype=int(s.dtype), width=s.width, data=state_of(spec, s, ids))
@@ -183,6 +185,15 @@ async def test_rows_come_in_the_order_of_the_request(number: int, num_rows: int)
             assert np.array_equal(column, ids + plus)
         if num_rows > 1000:
             assert all(shard.num_reads > 1 for shard in shards.shards)
+
+
+async def test_rows_that_lack_what_was_told_are_read_again() -> None:
+    """A shard may be found at a copy of it that is behind what its owner has told."""
+    async with running(1) as shards, await EmbeddingReader.connect(shards.address()) as reader:
+        (link,), (shard,) = reader.links, shards.shards
+        link.least_seq, shard.seqs = 5, [3, 4, 6]
+        await reader.get(SPEC.fqn, [1])
+        assert (shard.num_reads, link.newest_seq) == (3, 6)
 
 
 async def test_many_tables_are_read_with_few_requests() -> None:

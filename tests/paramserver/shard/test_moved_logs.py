@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hellos import hello_of_writer
-from machines import SERVER_ID, SPEC, Machine, Writer, listening, promote
+from hellos import hello_of_nobody, hello_of_writer
+from machines import SERVER_ID, SPEC, Machine, Writer, listening, promote, rows_at
 from scripted_follower import ScriptedFollower, notes_of, offer
 from scripted_shard_stream import ScriptedShardStream, use_scripted_streams
 from waiting import until
@@ -18,7 +18,7 @@ from headrace.paramserver.log.jetstream.beginning import StreamBeginning
 from headrace.paramserver.log.jetstream.stream_log import JetStreamUpdateLog
 from headrace.paramserver.rpc.shard_places import STANDBY
 from headrace.paramserver.shard.service import Shard
-from headrace.schemas.errors import HeadraceError, UnavailableError
+from headrace.schemas.errors import HeadraceError, LogFencedError, UnavailableError
 from headrace.schemas.idl import idl
 
 Machines = Callable[..., Machine]
@@ -165,6 +165,40 @@ async def test_a_follower_that_ends_in_the_middle_goes_on_or_declines(
     await writer.close()
 
 
+async def test_a_follower_whose_claim_has_ended_its_source_takes_over_alone(
+    machines: Machines, streams: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It ends between its claim and its first record: no start of the source can have the shard, so it needs none."""
+    store = f"file://{tmp_path / 'store'}"
+    a = await machines("a", object_store=store).start()
+    b = await machines("b", log="nats://one", follow=a.address, object_store=store).start()
+    writer = Writer(a, b)
+    await writer.write([1], 1.0)
+    await writer.close()
+    await b.has(a)
+    reached = asyncio.Event()
+
+    async def begin(*_: Any) -> None:
+        reached.set()
+        await asyncio.Event().wait()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StreamBeginning, "begin", begin)
+        await a.ask(to=b.address, hold_ms=60_000)
+        await reached.wait()
+        await b.stop()
+    await a.stop()
+    with pytest.raises(LogFencedError):
+        await a.start()
+    await b.start()
+    await b.takes_over()
+    writer = Writer(b)
+    writer._seq = 1
+    await writer.write([2], 2.0)
+    assert await rows_at(b, [1, 2]) == [1.0, 2.0]
+    await writer.close()
+
+
 async def test_whoever_takes_the_stream_over_asks_the_follower(machines: Machines, streams: Any) -> None:
     """A standby, or a restart, that finds an offer takes nothing and tells no later term before it knows."""
     a = await machines("a", log="nats://one").start()
@@ -206,6 +240,53 @@ async def test_whoever_takes_the_stream_over_asks_the_follower(machines: Machine
     await until(lambda: leads_on(standby))
     hello = await standby.hello()
     assert hello.shards[0].port == follower.port
+
+
+async def test_a_standby_of_a_stream_that_was_left_leads_its_readers_on(machines: Machines, streams: Any) -> None:
+    """What it has is not fresh while a follower may have the shard, and once one has it, it answers nobody."""
+    a = await machines("a", log="nats://one").start()
+    writer = Writer(a)
+    await writer.write([1], 1.0)
+    await writer.close()
+    standby = await machines("standby", log="nats://one", is_standby=True).start()
+    follower = ScriptedFollower()
+    async with listening(follower, follower.port), standby.client() as client:
+
+        async def hello() -> Any:
+            return await client.hello(hello_of_nobody(reads_copies=True, asks_places=True))
+
+        async def is_fresh() -> bool:
+            return bool((await hello()).knowledge_age_ms < 5000)
+
+        await until(is_fresh)
+        follower.state = None
+        await offer(a, follower)
+        term, offered = a.owner.term, a.owner._ingest.offer
+        assert offered is not None
+        await until(lambda: standby.shard is not None and standby.shard._ingest.offer == offered)
+
+        async def is_stale() -> bool:
+            return bool((await hello()).knowledge_age_ms > 1500)
+
+        await until(is_stale)  # it asks its servers each second
+        assert (await hello()).shard == 0
+        follower.state = ACCEPTED
+        await until(lambda: leads_on(a))
+        fetch = idl.FetchUpdatesRequest(server_id=SERVER_ID, from_seq=offered.seq + 1, max_bytes=1 << 20, wait_ms=0)
+
+        async def is_refused() -> bool:
+            try:
+                await client.fetch_updates(fetch)
+            except UnavailableError:
+                return True
+            return False
+
+        await until(is_refused)
+    async with standby.client() as client:
+        told = await hello()
+        assert (told.shard, told.shards[0].port) == (STANDBY, follower.port)
+        assert told.shards[0].term > term >= told.term
+        assert follower.address in (await client.status()).following.failure
 
 
 async def _attempt(machine: Machine) -> None:

@@ -19,6 +19,7 @@ from set_embeddings import delta_of, request_of
 from waiting import WAIT_S, until
 
 from headrace.paramserver.config.server_settings import ShardConfig
+from headrace.paramserver.ingest.pipeline import Ingest
 from headrace.paramserver.log.interface import LogRecord, is_housekeeping, note_header, note_of
 from headrace.paramserver.log.jetstream.engine import PeerState, StreamState
 from headrace.paramserver.rpc.address import format_address
@@ -269,9 +270,44 @@ async def test_a_standby_answers_readers_that_take_copies(
         assert [each.fqn for each in (await client.hello(hello_of_nobody(reads_copies=True))).tables] == [SPEC.fqn]
 
         async def is_known() -> bool:
+            stream.beat()
             return bool((await client.hello(hello_of_nobody(reads_copies=True))).knowledge_age_ms < 1000 * WAIT_S)
 
         await until(is_known)  # it asks each second
+        monkeypatch.setattr("headrace.paramserver.shard.standby._BEAT_S", 0.0)
+
+        async def is_doubted() -> bool:  # no record comes: a leader that says so may have lost the others
+            return bool((await client.hello(hello_of_nobody(reads_copies=True))).knowledge_age_ms > 1800)
+
+        await until(is_doubted)
+
+
+async def test_a_standby_tells_no_position_beyond_its_rows(
+    places: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has read its log further than it has applied it: a copy that is made of its rows goes on from what they have.
+
+    A replica that noted the log's end would lack what is in between for ever.
+    """
+    stream = MemoryStream()
+    owner, standby = await _pair(places, stream, tmp_path)
+    await owner.write(1)
+    await until(lambda: standby.standby._ingest.submitted_seq == stream.last_seq)
+
+    async def waits(_: Ingest) -> int:
+        await asyncio.Event().wait()
+        return 0
+
+    monkeypatch.setattr(Ingest, "recover", waits)
+    await owner.write(1, 2)
+    async with standby.client() as client:
+        await client.hello(hello_of_nobody(reads_copies=True))
+        noted_seq = (await client.status()).log_seq
+        assert noted_seq < standby.standby.log.last_seq
+        request = idl.GetEmbeddingsRequest(
+            fqn=SPEC.fqn, row_ids=np.array([2], "<i8").tobytes(), with_states=False, with_versions=False
+        )
+        assert (await client.get_embeddings(request)).seq == noted_seq
 
 
 async def test_a_standby_that_lacks_what_the_stream_has_removed_begins_anew(places: Any, tmp_path: Path) -> None:
