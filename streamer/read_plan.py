@@ -226,7 +226,7 @@ class _Load:
 
 
 def _norm(times_s: npt.NDArray[np.float64], order: float) -> float:
-    times_s = np.maximum(times_s, 0.0)  # what was added and taken away again leaves a little less than nothing
+    times_s = np.maximum(times_s, 0.0)  # rounding may leave a little below zero
     largest = float(times_s.max())
     return largest * float(np.linalg.norm(times_s / largest, order)) if largest > 0 else 0.0
 

@@ -220,7 +220,7 @@ class DataDir:
             fsync_path(path.parent)
 
     def _name_shards(self) -> None:
-        """Say in each shard's directory whose it is, where nothing does yet: disks are mounted in another's place."""
+        """Write into each new shard's directory whose it is: disks may be mounted in each other's place."""
         for shard in self.manifest.shards:
             held = HeldClaims.read(self.shard_path(shard), self.manifest.server_id, shard)
             if not (self.shard_path(shard) / CLAIM_FILE).exists():

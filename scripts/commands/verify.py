@@ -118,8 +118,8 @@ def verify(
             async with second:
                 if places := {link.address for link in reader.links} & {link.address for link in second.links}:
                     raise ConfigError(
-                        f"--against {against}: leads to {min(places)}, as --server does, and a server equals itself: "
-                        "one that has handed its shards over answers no more"
+                        f"--against {against}: leads to {min(places)}, as --server does: both are the same server. One "
+                        "that has handed its shards over answers no more; compare with a follower or with a saved file"
                     )
                 await progress.add(second, table)
                 return await _compare_servers(reader, second, table, model, progress)

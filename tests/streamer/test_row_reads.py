@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
+from row_boxes import BOXES, WORLDS
 from thread_ranks import Ranks
 
 from headrace.paramserver.reading.reader import Rows
@@ -25,18 +26,6 @@ SPEC = TableSpec(
         StateSpec(name="sum", kind=StateKind.ROWWISE, dtype=DType.FLOAT64, width=1),
     ),
 )
-BOXES = st.builds(
-    lambda name, rows, columns: RowBox(
-        name=name,
-        first_row=min(rows),
-        end_row=max(rows),
-        columns=ColumnShard(offset=min(columns), width=max(columns) - min(columns)),
-    ),
-    st.sampled_from("tu"),
-    st.tuples(st.integers(0, 40), st.integers(0, 40)),
-    st.sampled_from([(0, 6), (0, 2), (2, 5), (5, 6)]),
-)
-WORLDS = st.lists(st.lists(BOXES, max_size=4), min_size=1, max_size=5)
 
 
 def rows_of(first: int, end: int, is_present: Any) -> Rows:

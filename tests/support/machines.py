@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -27,7 +27,18 @@ from headrace.schemas.idl import idl
 from headrace.schemas.tables import DType, TableSpec
 from headrace.scripts.commands.promote import promote_shard
 
-__all__ = ["SERVER_ID", "SPEC", "Machine", "Writer", "admin_dial", "listening", "promote", "rows_at"]
+__all__ = [
+    "SERVER_ID",
+    "SPEC",
+    "Machine",
+    "Machines",
+    "Writer",
+    "admin_dial",
+    "listening",
+    "machines_in",
+    "promote",
+    "rows_at",
+]
 
 SPEC = TableSpec(fqn="items.weight", num_rows=0, dim=4, dtype=DType.FLOAT32)
 SERVER_ID = "a-server"
@@ -269,3 +280,20 @@ async def rows_at(machine: Machine, rows: Sequence[int]) -> list[float]:
         )
         reply = await client.get_embeddings(request)
     return [float(value) for value in np.frombuffer(reply.weights, "<f4").reshape(len(rows), SPEC.dim)[:, 0]]
+
+
+Machines = Callable[..., Machine]
+
+
+@contextlib.asynccontextmanager
+async def machines_in(path: Path, **defaults: Any) -> AsyncIterator[Machines]:
+    """Return what makes machines by name and settings, in folders of a path; they are stopped at the end."""
+    made: list[Machine] = []
+
+    def make(name: str, **settings: Any) -> Machine:
+        made.append(Machine(path / name, **(defaults | settings)))
+        return made[-1]
+
+    yield make
+    for machine in reversed(made):
+        await machine.stop()

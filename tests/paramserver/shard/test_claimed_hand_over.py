@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
-from machines import Machine, Writer, listening, promote
+from machines import Machine, Machines, Writer, listening, machines_in, promote
 from scripted_follower import ScriptedFollower, notes_of, offer
 from waiting import until
 
@@ -20,22 +19,12 @@ from headrace.paramserver.shard.service import Shard
 from headrace.paramserver.system.object_store import ObjectStore
 from headrace.schemas.errors import UnavailableError
 
-Machines = Callable[..., Machine]
-
 
 @pytest.fixture
 async def machines(tmp_path: Path) -> AsyncIterator[Machines]:
     """Return what makes servers with one object store, which are stopped at the end."""
-    made: list[Machine] = []
-
-    def make(name: str, **settings: Any) -> Machine:
-        settings = {"object_store": f"file://{tmp_path / 'store'}", "archive_segment_s": 0.05, **settings}
-        made.append(Machine(tmp_path / name, **settings))
-        return made[-1]
-
-    yield make
-    for machine in reversed(made):
-        await machine.stop()
+    async with machines_in(tmp_path, object_store=f"file://{tmp_path / 'store'}", archive_segment_s=0.05) as make:
+        yield make
 
 
 async def _archived(machine: Machine) -> None:

@@ -6,14 +6,14 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hellos import hello_of_writer
-from machines import SERVER_ID, SPEC, Machine, Writer, listening, promote, rows_at
+from machines import SERVER_ID, SPEC, Machine, Machines, Writer, listening, machines_in, promote, rows_at
 from scripted_follower import ScriptedFollower, notes_of, offer
 from waiting import WAIT_S, until
 
@@ -25,22 +25,14 @@ from headrace.paramserver.shard.service import Shard
 from headrace.schemas.errors import HeadraceError, OverloadedError, RequestError, UnavailableError
 from headrace.schemas.idl import idl
 
-Machines = Callable[..., Machine]
 OPEN, ACCEPTED, DECLINED = idl.OfferState.OPEN, idl.OfferState.ACCEPTED, idl.OfferState.DECLINED
 
 
 @pytest.fixture
 async def machines(tmp_path: Path) -> AsyncIterator[Machines]:
     """Return what makes servers, which are stopped at the end."""
-    made: list[Machine] = []
-
-    def make(name: str, **settings: Any) -> Machine:
-        made.append(Machine(tmp_path / name, **settings))
-        return made[-1]
-
-    yield make
-    for machine in reversed(made):
-        await machine.stop()
+    async with machines_in(tmp_path) as make:
+        yield make
 
 
 async def leads_on(machine: Machine) -> bool:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hellos import hello_of_nobody, hello_of_writer
-from machines import SERVER_ID, SPEC, Machine, Writer, listening, promote, rows_at
+from machines import SERVER_ID, SPEC, Machine, Machines, Writer, listening, machines_in, promote, rows_at
 from scripted_follower import ScriptedFollower, notes_of, offer
 from scripted_shard_stream import ScriptedShardStream, use_scripted_streams
 from waiting import until
@@ -21,7 +21,6 @@ from headrace.paramserver.shard.service import Shard
 from headrace.schemas.errors import HeadraceError, LogFencedError, UnavailableError
 from headrace.schemas.idl import idl
 
-Machines = Callable[..., Machine]
 ACCEPTED, DECLINED = idl.OfferState.ACCEPTED, idl.OfferState.DECLINED
 
 
@@ -33,15 +32,8 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> dict[str, ScriptedShardStream]:
 @pytest.fixture
 async def machines(tmp_path: Path, streams: Any) -> AsyncIterator[Machines]:
     """Return what makes servers, which are stopped at the end."""
-    made: list[Machine] = []
-
-    def make(name: str, **settings: Any) -> Machine:
-        made.append(Machine(tmp_path / name, **settings))
-        return made[-1]
-
-    yield make
-    for machine in reversed(made):
-        await machine.stop()
+    async with machines_in(tmp_path) as make:
+        yield make
 
 
 async def test_a_log_goes_from_files_through_two_streams_into_files(machines: Machines, streams: Any) -> None:
