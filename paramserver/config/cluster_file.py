@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import difflib
 import uuid
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Self
@@ -80,18 +80,8 @@ class ClusterFile:
         _check_keys(f"{path}", values, _KEYS)
         num_shards = _number(path, values, "shards", 1, MAX_SHARDS)
         object_store = _text(path, values, "object_store") if "object_store" in values else None
-        log = _text(path, values, "log") if "log" in values else None
-        if log is not None:
-            try:
-                check_log_url(log)
-            except ConfigError as exc:
-                raise ConfigError(f"{path}: log: {exc}") from exc
-        follow = _text(path, values, "follow") if "follow" in values else None
-        if follow is not None:
-            try:
-                parse_addresses(follow)
-            except ConfigError as exc:
-                raise ConfigError(f"{path}: follow: {exc}") from exc
+        log = _checked(path, values, "log", check_log_url)
+        follow = _checked(path, values, "follow", parse_addresses)
         given = values.get("nodes")
         if not isinstance(given, dict) or not given:
             raise ConfigError(f"{path}: nodes: give each node's host, port and shards by its name")
@@ -297,6 +287,18 @@ def _number(where: Path | str, values: dict[str, Any], key: str, minimum: int, m
     if type(value) is not int or not minimum <= value <= maximum:
         _refuse(where, values, key, f"a whole number from {minimum} to {maximum}")
     return value
+
+
+def _checked(path: Path, values: dict[str, Any], key: str, check: Callable[[str], object]) -> str | None:
+    """Return a text that `check` takes, which else raises ConfigError; None if the file has no such key."""
+    if key not in values:
+        return None
+    text = _text(path, values, key)
+    try:
+        check(text)
+    except ConfigError as exc:
+        raise ConfigError(f"{path}: {key}: {exc}") from exc
+    return text
 
 
 def _text(where: Path | str, values: dict[str, Any], key: str) -> str:
